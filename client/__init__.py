@@ -1,0 +1,1 @@
+"""The client: a library, a command and a load test."""

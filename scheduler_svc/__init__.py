@@ -1,0 +1,1 @@
+"""The scheduler: anything that chooses, counts, remembers or refuses."""

@@ -1,0 +1,32 @@
+"""The seam between decisions and mathematics: whatever runs a step.
+
+worker_svc.engine.LocalExecutor is the engine in this process, remote.RemoteExecutor a group of workers over gRPC, and
+tests bring a fake. The loop knows only this.
+"""
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from protos.step import Description, GroupConfig, StepBatch, StepResult
+
+
+class EpochLost(Exception):
+    """The group can run no further step: a rank died, hung, disagreed or refused. Join a new epoch and introduce again."""
+
+
+class Executor(Protocol):
+    def describe(self) -> Description:
+        """Facts of the model as rank 0 states them; waits until every rank has loaded. Raises EpochLost."""
+        ...
+
+    def join(self, config: GroupConfig) -> int:
+        """Form a fresh group with every slot empty, ending any other; the number of KV blocks. Raises EpochLost."""
+        ...
+
+    def step(self, batch: StepBatch) -> Future[StepResult]:
+        """Queue one step; results come in order. The future raises EpochLost when the epoch has ended."""
+        ...
+
+    def close(self) -> None:
+        """Dissolve the group. Idempotent."""
+        ...

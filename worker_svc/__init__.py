@@ -1,0 +1,1 @@
+"""The worker: anything that turns arrays into arrays."""
