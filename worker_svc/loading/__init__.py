@@ -1,0 +1,1 @@
+"""From a Hugging Face snapshot to a rank's own tensors."""
