@@ -172,6 +172,10 @@ class GroupConfig:
     step_timeout_s: float = 30.0
 
 
+class EpochLost(Exception):
+    """The group can run no further step: a rank died, hung, disagreed or refused. Join a new epoch and introduce again."""
+
+
 def step_digest(epoch: int, seq: int, token_ids: Int32s, logprobs: Float32s, failed_slots: Int32s) -> int:
     """64 bits of what a rank drew in a step; equal on every rank or the epoch ends."""
     state = hashlib.blake2b(np.array([epoch, seq], "<u8").tobytes(), digest_size=8)

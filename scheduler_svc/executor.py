@@ -7,11 +7,9 @@ tests bring a fake. The loop knows only this.
 from concurrent.futures import Future
 from typing import Protocol
 
-from protos.step import Description, GroupConfig, StepBatch, StepResult
+from protos.step import Description, EpochLost, GroupConfig, StepBatch, StepResult
 
-
-class EpochLost(Exception):
-    """The group can run no further step: a rank died, hung, disagreed or refused. Join a new epoch and introduce again."""
+__all__ = ["EpochLost", "Executor"]
 
 
 class Executor(Protocol):
