@@ -13,9 +13,21 @@ from protos import worker_pb2 as pb
 # Steps stay far below this for every batch that the scheduler's own bounds allow; logits travel in pieces.
 MAX_MESSAGE_BYTES = 64 << 20
 LOGITS_PIECE_BYTES = 1 << 20
+# One list for both ends of the inner service, since pings that one end sends and the other does not expect earn a
+# GOAWAY. A peer that is gone without a word (a stopped process, a cut network) is noticed within about 4 s.
 WORKER_CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.so_reuseport", 0),
 )
 
 
@@ -100,6 +112,7 @@ def encode_row(row: step.Row) -> pb.Row:
         choice=row.choice,
         sampling=encode_sampling(row.sampling),
         prompt_logprobs=row.prompt_logprobs,
+        num_cached=row.num_cached,
     )
 
 
@@ -115,6 +128,7 @@ def decode_row(message: pb.Row) -> step.Row:
         choice=message.choice,
         sampling=decode_sampling(message.sampling),
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        num_cached=message.num_cached,
     )
 
 
@@ -196,7 +210,11 @@ def encode_description(description: step.Description) -> pb.Description:
     state = states.JOINED if description.epoch else states.READY if description.ready else states.LOADING
     return pb.Description(
         state=state,
-        **{name: getattr(description, name) for name in step.Description.__slots__ if name not in ("ready", "fingerprint")},
+        **{
+            name: getattr(description, name)
+            for name in step.Description.__slots__
+            if name not in ("ready", "fingerprint")
+        },
         fingerprint=dict(description.fingerprint),
     )
 

@@ -72,6 +72,8 @@ class Row:
 
     `token_ids` are all known tokens, prompt first; the output index of the next token is len(token_ids) - num_prompt.
     `prompt_logprobs` asks for the scores of prompt tokens computed in this introduction, with that many alternatives.
+    `num_cached`: keys and values of positions below it are in the row's blocks already. Above num_computed only when
+    every known token was found in shared blocks: the last one is computed again for its logits, and not written.
     """
 
     slot: int
@@ -84,6 +86,7 @@ class Row:
     choice: int = 0
     sampling: RowSampling = field(default_factory=RowSampling)
     prompt_logprobs: int | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -151,7 +151,7 @@ class RowSampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_ids: _Optional[bytes] = ..., bias_values: _Optional[bytes] = ..., allowed_ids: _Optional[bytes] = ..., bad_ids: _Optional[bytes] = ..., min_tokens: _Optional[int] = ..., stop_ids: _Optional[bytes] = ..., logprobs: _Optional[int] = ..., raw_logprobs: _Optional[bool] = ..., return_logits: _Optional[bool] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("slot", "name", "token_ids", "num_prompt", "num_computed", "block_ids", "seed", "choice", "sampling", "prompt_logprobs")
+    __slots__ = ("slot", "name", "token_ids", "num_prompt", "num_computed", "block_ids", "seed", "choice", "sampling", "prompt_logprobs", "num_cached")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class Row(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     slot: int
     name: str
     token_ids: bytes
@@ -172,7 +173,8 @@ class Row(_message.Message):
     choice: int
     sampling: RowSampling
     prompt_logprobs: int
-    def __init__(self, slot: _Optional[int] = ..., name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt: _Optional[int] = ..., num_computed: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    num_cached: int
+    def __init__(self, slot: _Optional[int] = ..., name: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt: _Optional[int] = ..., num_computed: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "seq", "retired", "rows", "extended_slots", "extended_counts", "extended_blocks", "fed_slots", "fed_token_ids", "slots", "num_new", "held")
