@@ -60,7 +60,7 @@ class _Epoch:
         self._group = group
         self._lock = Lock()
         self._waiting: SimpleQueue[tuple[StepBatch, float, Future[StepResult]] | None] = SimpleQueue()
-        self._running: SimpleQueue[tuple[Pending, float, float, Future[StepResult]] | None] = SimpleQueue()
+        self._running: SimpleQueue[tuple[int, Pending, float, float, Future[StepResult]] | None] = SimpleQueue()
         self._threads = (
             Thread(target=self._launch_steps, name=f"launch-{config.epoch}", daemon=True),
             Thread(target=self._answer_steps, name=f"reply-{config.epoch}", daemon=True),
@@ -106,16 +106,16 @@ class _Epoch:
             except Exception as error:  # whatever it was, the ranks are no longer in lockstep
                 future.set_exception(self._end_at(batch.seq, error))
                 continue
-            self._running.put((pending, received, started, future))
+            self._running.put((batch.seq, pending, received, started, future))
         self._running.put(None)
 
     def _answer_steps(self) -> None:
         while (item := self._running.get()) is not None:
-            pending, received, started, future = item
+            seq, pending, received, started, future = item
             try:
                 result = pending.result()
             except Exception as error:
-                future.set_exception(self._end_at(-1, error))
+                future.set_exception(self._end_at(seq, error))
                 continue
             future.set_result(
                 replace(
@@ -131,9 +131,8 @@ class _Epoch:
     def _end_at(self, seq: int, error: Exception) -> EpochLost:
         lost = self.ended
         if lost is None:
-            where = f"step {seq}" if seq >= 0 else "a step in flight"
-            logger.error("epoch %d: %s failed: %r", self.config.epoch, where, error, exc_info=error)
-            self.end(f"{where} failed: {error!r}")
+            logger.error("epoch %d: step %d failed: %r", self.config.epoch, seq, error, exc_info=error)
+            self.end(f"step {seq} failed: {error!r}")
             lost = self.ended
         assert lost is not None
         return lost

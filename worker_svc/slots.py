@@ -30,6 +30,7 @@ class StepPlan:
     slots: Int32s  # [R]
     num_new: Int32s  # [R]
     first_position: Int32s  # [R] tokens computed before the step
+    num_cached: Int32s  # [R] keys and values of positions below it are in shared blocks and are not written
     samples: NDArray[np.bool_]  # [R] the computed tokens reach the known ones
     token_ids: Int32s  # [T]
     block_tables: Int32s  # [R, B]
@@ -45,7 +46,12 @@ class SlotTable:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_blocks_per_row: int, *, block_size: int | None = None, num_blocks: int | None = None
+        self,
+        max_num_seqs: int,
+        max_blocks_per_row: int,
+        *,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self._block_size = block_size
@@ -53,6 +59,7 @@ class SlotTable:
         self._live = np.zeros(max_num_seqs, bool)
         self._known = np.zeros(max_num_seqs, np.int32)
         self._computed = np.zeros(max_num_seqs, np.int32)
+        self._cached = np.zeros(max_num_seqs, np.int32)
         self._tokens = np.zeros((max_num_seqs, 64), np.int32)  # [slot, position], wider as rows grow
         self._tables = np.zeros((max_num_seqs, max_blocks_per_row), np.int32)
         self._table_lengths = np.zeros(max_num_seqs, np.int32)
@@ -105,14 +112,15 @@ class SlotTable:
             raise Contradiction(f"slot {slot} of {self.max_num_seqs}")
         if self._live[slot]:
             raise Contradiction(f"slot {slot} is introduced while live")
-        if not 0 <= row.num_computed < known or not 1 <= row.num_prompt <= known:
+        if not 0 <= row.num_computed < known or not row.num_cached <= known or not 1 <= row.num_prompt <= known:
             raise Contradiction(
-                f"slot {slot}: {row.num_computed} computed and {row.num_prompt} prompt tokens of {known} known"
+                f"slot {slot}: {row.num_computed} computed, {row.num_cached} cached and {row.num_prompt} prompt tokens "
+                f"of {known} known"
             )
         self._check_blocks(slot, 0, row.block_ids)
         self._live[slot] = True
         self._rows[slot] = row
-        self._known[slot], self._computed[slot] = known, row.num_computed
+        self._known[slot], self._computed[slot], self._cached[slot] = known, row.num_computed, row.num_cached
         self._reserve(known)
         self._tokens[slot, :known] = row.token_ids
         self._tables[slot, :blocks] = row.block_ids
@@ -167,6 +175,7 @@ class SlotTable:
             slots=slots,
             num_new=num_new,
             first_position=first,
+            num_cached=self._cached[slots],
             samples=end == known,
             token_ids=self._tokens[token_rows, positions],
             block_tables=self._tables[slots, : max(1, int(lengths.max(initial=0)))],

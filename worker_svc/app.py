@@ -1,0 +1,62 @@
+"""`lockstep-worker`: one rank as a process.
+
+Knows the command line and the order of starting: settle the process, read the snapshot's headers, bind the port, load,
+say SERVING. A snapshot that cannot be served ends the process with code 2 and its reason before any port is bound; a
+taken port ends it with code 3.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import NoReturn
+
+from worker_svc import launch
+
+SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lockstep-worker", description="One tensor-parallel rank of a model.")
+    parser.add_argument("--listen", default="127.0.0.1:50061", metavar="HOST:PORT")
+    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face snapshot folder")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of the group")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, with an index if there are several")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: the checkpoint's")
+    parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: all cores")
+    parser.add_argument("--kv-memory", type=float, metavar="GIB", help="for the KV cache; default: what is sane")
+    parser.add_argument(
+        "--advertise", metavar="HOST", help="how the other ranks reach this one; default: the host of --listen"
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="with --tls-key and --tls-ca: mutual TLS")
+    parser.add_argument("--tls-key", metavar="FILE")
+    parser.add_argument("--tls-ca", metavar="FILE", help="whose certificates may call")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    launch.name_process("lockstep-worker")
+    launch.keep_large_buffers()
+    launch.fix_reductions(options.numerics, options.threads or launch.available_cores())
+    logging.basicConfig(level=logging.INFO, format=f"lockstep-worker {options.rank}: %(levelname)s %(message)s")
+
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    from worker_svc.serve import serve  # after the environment is settled: it imports torch
+
+    serve(options, os.environ.get(SECRET_VARIABLE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What a process must settle before torch or grpc is imported: its name, its end, its allocator, its reductions.
+
+Knows Linux and the environment variables of MKL and OpenMP. Imports only the standard library. Invariant: nothing here
+has an effect after the libraries it speaks of are loaded, so mains call it first.
+"""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+
+_libc = ctypes.CDLL(None)
+
+
+def name_process(name: str) -> None:
+    """The name in `ps -o comm`, `top` and `pgrep`; the kernel keeps 15 characters."""
+    _libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process as soon as the thread that started it ends, however that happens.
+
+    Safe between fork and exec: one system call through a library that is already loaded.
+    """
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def keep_large_buffers() -> None:
+    """Messages of megabytes cost mostly page faults when each is mapped and unmapped anew: keep them on the heap."""
+    _libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    _libc.mallopt(M_TRIM_THRESHOLD, 256 << 20)
+    _libc.mallopt(M_TOP_PAD, 16 << 20)
+
+
+def fix_reductions(numerics: str, threads: int) -> None:
+    """Environment of MKL and OpenMP for this process; `fast` leaves the order of reductions to the library.
+
+    MKL ignores a mode that it cannot honour, so this is a request: the self-test finds out what holds.
+    """
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    if numerics == "invariant":
+        os.environ["MKL_CBWR"] = f"{_isa()},STRICT"
+    else:
+        os.environ.pop("MKL_CBWR", None)
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _isa() -> str:
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    names = flags.split()
+    return "AVX512" if "avx512f" in names else "AVX2" if "avx2" in names else "COMPATIBLE"

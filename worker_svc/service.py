@@ -1,0 +1,213 @@
+"""The worker's gRPC service: a servicer in front of the engine.
+
+Knows the state of this rank (loading, ready, joined), the epoch it is in and the one stream that may step it. Does not
+know models. Invariants: an epoch number is joined at most once, a stream steps only the epoch it names, and a stream
+that ends takes its epoch with it, so that a scheduler that is gone leaves nothing running here.
+
+Synchronous gRPC on purpose: one stream, whose handler thread waits for results while another thread feeds batches,
+is as quick as an event loop, and health stays answerable during a long step.
+
+A refused call: UNAUTHENTICATED (wrong secret), UNAVAILABLE (loading), FAILED_PRECONDITION (stale epoch, wrong rank),
+INVALID_ARGUMENT (columns that contradict each other), ABORTED (the epoch was lost).
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import NoReturn, Protocol
+
+import grpc
+import numpy as np
+
+from protos import codec, worker_pb2_grpc
+from protos import worker_pb2 as pb
+from protos.step import EpochLost, GroupConfig, StepResult
+from worker_svc.engine import LocalExecutor
+from worker_svc.parallel.group import Group
+
+logger = logging.getLogger(__name__)
+
+EPOCH_KEY = "lockstep-epoch"  # metadata of Steps: the epoch that the stream steps
+FORM_TIMEOUT_S = 20.0
+
+
+class Rendezvous(Protocol):
+    """One rank's part in forming a group."""
+
+    @property
+    def address(self) -> str:
+        """Of the store, host:port."""
+        ...
+
+    def form(self) -> Group:
+        """Wait for the other ranks, within the step timeout."""
+        ...
+
+
+# (config, store address or "" to host the store) -> this rank's rendezvous
+OpenRendezvous = Callable[[GroupConfig, str], Rendezvous]
+
+
+class _Joined:
+    """An epoch as the service sees it: a group that forms, then one stream."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.formed = Event()
+        self.num_blocks = 0
+        self.error: str | None = None
+        self.claimed = False
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Args:
+    rank, tp: what this worker was started as.
+    loading: what Describe answers until `ready` is called.
+    """
+
+    def __init__(self, rank: int, tp: int, loading: pb.Description, open_rendezvous: OpenRendezvous) -> None:
+        self._rank = rank
+        self._tp = tp
+        self._loading = loading
+        self._open_rendezvous = open_rendezvous
+        self._executor: LocalExecutor | None = None
+        self._lock = Lock()
+        self._last_epoch = 0
+        self._joined: _Joined | None = None
+
+    def ready(self, executor: LocalExecutor) -> None:
+        """The weights are loaded."""
+        self._executor = executor
+
+    def close(self) -> None:
+        """End the epoch, if any; the ranks that share it notice."""
+        self._joined = None
+        if self._executor is not None:
+            self._executor.close()
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.Description:
+        if self._executor is None:
+            return self._loading
+        description = codec.encode_description(self._executor.describe())
+        description.epoch = self._last_epoch
+        return description
+
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        executor = self._executor
+        if executor is None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is loading its weights")
+        config = codec.decode_join(request)
+        with self._lock:
+            if (request.rank, request.tp) != (self._rank, self._tp):
+                _refuse(
+                    context,
+                    f"this worker is rank {self._rank} of {self._tp}, not rank {request.rank} of {request.tp}",
+                )
+            if config.epoch <= self._last_epoch:
+                _refuse(context, f"epoch {config.epoch} is stale: epoch {self._last_epoch} was joined")
+            self._last_epoch = config.epoch
+            executor.close()
+            joined = self._joined = _Joined(config.epoch)
+            if self._rank and not request.store_address:
+                _refuse(context, "a rank other than 0 needs the address of the store")
+            try:
+                rendezvous = self._open_rendezvous(config, request.store_address)
+            except (OSError, RuntimeError, ValueError) as error:
+                context.abort(grpc.StatusCode.ABORTED, f"rank {self._rank}: no rendezvous: {error}")
+
+        def form() -> None:
+            try:
+                joined.num_blocks = executor.join(config, rendezvous.form())
+                if self._joined is not joined:
+                    executor.close()
+                    joined.error = "a later epoch was joined"
+            except Exception as error:  # peers that do not come, memory that is not there
+                logger.warning("rank %d: epoch %d did not form: %r", self._rank, config.epoch, error)
+                joined.error = f"rank {self._rank}: the group did not form: {error}"
+            joined.formed.set()
+
+        forming = Thread(target=form, name=f"form-{config.epoch}", daemon=True)
+        forming.start()
+        if self._rank or self._tp == 1:
+            self._wait_formed(joined, context)
+        return pb.JoinReply(store_address=rendezvous.address, num_blocks=joined.num_blocks)
+
+    def Steps(
+        self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepReply]:
+        joined = self._claim(context)
+        executor = self._executor
+        assert executor is not None
+        # also when the scheduler goes away in the middle of a step, which then hangs in nobody's collective
+        if not context.add_callback(lambda: self._end(joined)):
+            self._end(joined)
+        self._wait_formed(joined, context)
+        context.send_initial_metadata(())  # tells the scheduler that this rank stands
+        answers: SimpleQueue[Future[StepResult] | codec.CodecError | None] = SimpleQueue()
+
+        def feed() -> None:
+            try:
+                for request in request_iterator:
+                    answers.put(executor.step(codec.decode_batch(request.batch)))
+            except codec.CodecError as error:
+                answers.put(error)
+            except Exception as error:  # grpc raises a bare Exception when the peer is gone
+                logger.debug("rank %d: stream of epoch %d: %s", self._rank, joined.epoch, error)
+            answers.put(None)
+
+        Thread(target=feed, name=f"feed-{joined.epoch}", daemon=True).start()
+        try:
+            while (answer := answers.get()) is not None:
+                if isinstance(answer, codec.CodecError):
+                    context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(answer))
+                yield from self._replies(answer.result())
+        except EpochLost as lost:
+            context.abort(grpc.StatusCode.ABORTED, f"rank {self._rank}: {lost}")
+
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
+        joined = self._joined
+        if joined is not None and joined.epoch == request.epoch:
+            self._end(joined)
+        return pb.LeaveReply()
+
+    def _end(self, joined: _Joined) -> None:
+        if self._joined is joined:
+            self.close()
+
+    def _claim(self, context: grpc.ServicerContext) -> _Joined:
+        text = dict(context.invocation_metadata()).get(EPOCH_KEY, "")
+        with self._lock:
+            joined = self._joined
+            if joined is None or text != str(joined.epoch):
+                _refuse(context, f"epoch {text or 'unnamed'} is not joined here (last: {self._last_epoch})")
+            if joined.claimed:
+                _refuse(context, f"epoch {text} has its stream already")
+            joined.claimed = True
+        return joined
+
+    def _wait_formed(self, joined: _Joined, context: grpc.ServicerContext) -> None:
+        if not joined.formed.wait(FORM_TIMEOUT_S):
+            context.abort(grpc.StatusCode.ABORTED, f"rank {self._rank}: epoch {joined.epoch} did not form in time")
+        if joined.error is not None:
+            context.abort(grpc.StatusCode.ABORTED, joined.error)
+
+    def _replies(self, result: StepResult) -> Iterator[pb.StepReply]:
+        if self._rank:
+            yield pb.StepReply(digest=pb.StepDigest(epoch=result.epoch, seq=result.seq, digest=result.digest))
+            return
+        if result.logits is not None:
+            data = np.ascontiguousarray(result.logits).reshape(-1).view(np.uint8)
+            for offset in range(0, len(data), codec.LOGITS_PIECE_BYTES):
+                piece = data[offset : offset + codec.LOGITS_PIECE_BYTES].tobytes()
+                yield pb.StepReply(
+                    logits=pb.LogitsPiece(
+                        epoch=result.epoch, seq=result.seq, offset=offset, data=piece, size=len(piece)
+                    )
+                )
+        yield pb.StepReply(result=codec.encode_result(result))
+
+
+def _refuse(context: grpc.ServicerContext, message: str) -> NoReturn:
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
