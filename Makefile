@@ -7,7 +7,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test check format protos constraints clean
 
@@ -34,8 +34,8 @@ protos: $(VENV)/.dev
 
 # Pins what is installed now. torch and its own libraries stay out: a machine with a GPU has its own build.
 constraints: $(VENV)/.dev
-	$(BIN)/python -m pip freeze --exclude-editable --exclude lockstep \
-	    | grep -v -i -E '^(torch|triton|nvidia|cuda)' >constraints.txt
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \
+	    | grep -v -i -E '^(torch|triton|nvidia|cuda|lockstep)'; } >constraints.new && mv constraints.new constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info
