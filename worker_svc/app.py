@@ -9,22 +9,20 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from worker_svc import launch
 
 SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lockstep-worker", description="One tensor-parallel rank of a model.")
     parser.add_argument("--listen", default="127.0.0.1:50061", metavar="HOST:PORT")
-    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face snapshot folder")
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="a Hugging Face snapshot folder")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of the group")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, with an index if there are several")
@@ -35,27 +33,54 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--advertise", metavar="HOST", help="how the other ranks reach this one; default: the host of --listen"
     )
-    parser.add_argument("--tls-cert", metavar="FILE", help="with --tls-key and --tls-ca: mutual TLS")
-    parser.add_argument("--tls-key", metavar="FILE")
-    parser.add_argument("--tls-ca", metavar="FILE", help="whose certificates may call")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="with --tls-key and --tls-ca: mutual TLS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="whose certificates may call")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not 0 <= options.rank < options.tp:
+        parser.error(f"--rank {options.rank} of --tp {options.tp}")
+    tls = (options.tls_cert, options.tls_key, options.tls_ca)
+    if any(tls) and not all(tls):
+        parser.error("--tls-cert, --tls-key and --tls-ca come together")
+    threads = options.threads or launch.available_cores()
     launch.name_process("lockstep-worker")
     launch.keep_large_buffers()
-    launch.fix_reductions(options.numerics, options.threads or launch.available_cores())
+    launch.fix_reductions(options.numerics, threads)
     logging.basicConfig(level=logging.INFO, format=f"lockstep-worker {options.rank}: %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
 
-    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise SystemExit(0)
+    # only now that the environment is settled: these import torch
+    from worker_svc.config import WorkerConfig
+    from worker_svc.serve import ServeConfig, serve
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    from worker_svc.serve import serve  # after the environment is settled: it imports torch
+    serve(
+        WorkerConfig(
+            model=options.model,
+            rank=options.rank,
+            tp=options.tp,
+            device=options.device,
+            dtype=options.dtype,
+            numerics=options.numerics,
+            threads=threads,
+            kv_memory_bytes=None if options.kv_memory is None else int(options.kv_memory * 2**30),
+        ),
+        ServeConfig(
+            listen=options.listen,
+            advertise=options.advertise or options.listen.rpartition(":")[0],
+            secret=os.environ.get(SECRET_VARIABLE) or None,
+            tls=tls if all(tls) else None,
+        ),
+    )
 
-    serve(options, os.environ.get(SECRET_VARIABLE))
+
+def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":

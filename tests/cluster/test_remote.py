@@ -1,0 +1,226 @@
+"""A group of workers over gRPC behaves as one engine, and whatever goes wrong ends its epoch once and in time."""
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from protos.step import EpochLost, GroupConfig, RowSampling, StepBatch, int32s
+from scheduler_svc.remote import EPOCH_KEY, RemoteExecutor
+from worker_svc.engine import LocalExecutor
+
+from .scripted import ScriptedRunner, expected_tokens, first_step, introduce, wait_until, workers
+
+CONFIG = GroupConfig(epoch=1, max_num_seqs=4, max_seq_len=256, step_timeout_s=2.0)
+
+
+@pytest.fixture
+def remote():
+    made = []
+
+    def make(group, **options):
+        made.append(RemoteExecutor([worker.address for worker in group], **{"ready_timeout_s": 5} | options))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.close()
+
+
+def run(executor, prompt, count, epoch=1, depth=1):
+    """`count` tokens of one row, with `depth` steps in flight."""
+    batches = [first_step(epoch, introduce(0, prompt))] + [StepBatch(epoch, seq) for seq in range(2, count + 1)]
+    tokens, flying = [], []
+    for batch in batches:
+        flying.append(executor.step(batch))
+        if len(flying) == depth:
+            tokens += flying.pop(0).result(10).token_ids.tolist()
+    return tokens + [token for future in flying for token in future.result(10).token_ids.tolist()]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_services_and_one_process_draw_the_same(remote, tp, depth):
+    with workers(tp) as group:
+        executor = remote(group)
+        assert executor.describe().tp == tp
+        assert executor.join(CONFIG) > 0
+        assert run(executor, [3, 4, 5], 20, depth=depth) == expected_tokens(1, 0, [3, 4, 5], 20)
+    local = LocalExecutor(ScriptedRunner())
+    local.join(CONFIG)
+    assert run(local, [3, 4, 5], 20, depth=depth) == expected_tokens(1, 0, [3, 4, 5], 20)
+    local.close()
+
+
+def test_the_pool_is_what_fits_on_the_smallest_rank(remote):
+    with workers(2) as group:
+        roomy = group[0].runner.describe
+        group[0].runner.describe = lambda: replace(roomy(), memory_bytes=16 * 8 * 40)
+        assert remote(group).join(CONFIG) == 40
+        assert [worker.runner.joined[-1].num_blocks for worker in group] == [40, 40]
+
+
+def test_logits_travel_in_pieces_and_come_whole(remote, monkeypatch):
+    monkeypatch.setattr("protos.codec.LOGITS_PIECE_BYTES", 100)
+    with workers(2) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        rows = [introduce(slot, [slot + 1], sampling=RowSampling(return_logits=slot != 1)) for slot in range(3)]
+        result = executor.step(first_step(1, *rows)).result(5)
+        assert result.logits.shape == (2, 97)
+        assert result.logits.argmax(-1).tolist() == result.token_ids[[0, 2]].tolist()
+
+
+def test_a_second_epoch_starts_empty(remote):
+    with workers(2) as group:
+        executor = remote(group)
+        for epoch in (1, 2, 7):
+            executor.join(replace(CONFIG, epoch=epoch))
+            assert run(executor, [9], 5, epoch) == expected_tokens(1, 0, [9], 5)
+        assert executor.describe().epoch == 7  # from which a scheduler that starts anew learns where to go on
+
+
+def test_a_rank_that_draws_otherwise_ends_the_epoch_and_the_log_names_the_step(remote, caplog):
+    def lie(result):
+        return replace(result, token_ids=result.token_ids + 1) if result.seq == 3 else result
+
+    lost = []
+    with workers(2, rank1={"change": lie}) as group:
+        executor = remote(group, on_lost=lost.append)
+        executor.join(CONFIG)
+        executor.step(first_step(1, introduce(0, [1]))).result(5)
+        executor.step(StepBatch(1, 2)).result(5)
+        with caplog.at_level(logging.ERROR), pytest.raises(EpochLost, match="step 3: the ranks disagree"):
+            executor.step(StepBatch(1, 3)).result(5)
+        assert "step 3" in caplog.text and "rank 1" in caplog.text
+        assert len(lost) == 1
+        with pytest.raises(EpochLost):
+            executor.step(StepBatch(1, 4)).result(5)
+        executor.join(replace(CONFIG, epoch=2))  # nothing hangs on either rank
+        assert run(executor, [9], 2, 2) == expected_tokens(1, 0, [9], 2)
+
+
+def test_without_the_comparison_the_lie_would_pass(remote, monkeypatch):
+    """The mutant of the test above: a scheduler that believes rank 0 alone does not notice."""
+    monkeypatch.setattr("scheduler_svc.remote.set", lambda values: {next(iter(values))}, raising=False)
+    with workers(2, rank1={"change": lambda result: replace(result, token_ids=result.token_ids + 1)}) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        assert executor.step(first_step(1, introduce(0, [1]))).result(5).token_ids.tolist() == expected_tokens(
+            1, 0, [1], 1
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_caught_by_the_step_deadline(remote, rank):
+    gate = threading.Event()
+    with workers(2, **{f"rank{rank}": {"before": lambda batch: batch.seq == 2 and gate.wait(30)}}) as group:
+        executor = remote(group)
+        executor.join(replace(CONFIG, step_timeout_s=0.8))
+        executor.step(first_step(1, introduce(0, [1]))).result(5)
+        started = time.monotonic()
+        with pytest.raises(EpochLost):
+            executor.step(StepBatch(1, 2)).result(10)
+        assert time.monotonic() - started < 2.0
+        gate.set()
+        executor.join(replace(CONFIG, epoch=2))
+        assert run(executor, [9], 2, 2) == expected_tokens(1, 0, [9], 2)
+
+
+def test_a_slow_step_within_the_deadline_is_no_failure(remote):
+    with workers(2, rank1={"before": lambda batch: time.sleep(0.5)}) as group:
+        executor = remote(group)
+        executor.join(replace(CONFIG, step_timeout_s=0.9))
+        assert run(executor, [1], 4, depth=4) == expected_tokens(1, 0, [1], 4)
+
+
+def test_a_dead_rank_is_noticed_while_idle(remote):
+    lost = []
+    with workers(2) as group:
+        executor = remote(group, on_lost=lost.append)
+        executor.join(CONFIG)
+        group[1].server.stop(0)
+        wait_until(lambda: lost, 5)
+        assert "rank 1" in str(lost[0])
+        with pytest.raises(EpochLost):
+            executor.join(replace(CONFIG, epoch=2))
+
+
+def test_an_error_in_a_rank_names_the_step_and_frees_the_other_rank(remote):
+    def fail(batch):
+        if batch.seq == 2:
+            raise RuntimeError("no memory")
+
+    with workers(2, rank1={"before": fail}) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        executor.step(first_step(1, introduce(0, [1]))).result(5)
+        futures = [executor.step(StepBatch(1, seq)) for seq in (2, 3)]
+        for future in futures:
+            with pytest.raises(EpochLost):
+                future.result(5)
+        executor.join(replace(CONFIG, epoch=2))
+
+
+def test_a_batch_that_contradicts_the_table_ends_the_epoch(remote):
+    with workers(1) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        with pytest.raises(EpochLost, match="not all live"):
+            executor.step(StepBatch(1, 1, retired=int32s(3))).result(5)
+
+
+def test_a_worker_serves_one_stream_of_the_joined_epoch(remote):
+    with workers(1) as group:
+        executor = remote(group)
+        executor.join(replace(CONFIG, epoch=5))
+        with grpc.insecure_channel(group[0].address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            for epoch, message in (("5", "has its stream already"), ("4", "not joined"), ("", "unnamed")):
+                with pytest.raises(grpc.RpcError, match=message) as refusal:
+                    next(stub.Steps(iter([pb.StepRequest()]), metadata=((EPOCH_KEY, epoch),)))
+                assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            for epoch in (4, 5):
+                with pytest.raises(grpc.RpcError, match="stale"):
+                    stub.Join(pb.JoinRequest(epoch=epoch, rank=0, tp=1))
+            with pytest.raises(grpc.RpcError, match="rank 0 of 1"):
+                stub.Join(pb.JoinRequest(epoch=6, rank=1, tp=2))
+        executor.step(first_step(5, introduce(0, [1]))).result(5)  # none of which disturbed it
+
+
+def test_a_scheduler_that_goes_away_leaves_no_epoch_behind(remote):
+    with workers(2) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        executor.step(first_step(1, introduce(0, [1]))).result(5)
+        executor.close()
+        for worker in group:
+            wait_until(lambda worker=worker: worker.engine.describe().epoch == 0)
+
+
+def test_describe_waits_for_a_worker_that_loads_and_gives_up_in_time(remote):
+    with workers(1) as group:
+        engine = group[0].service._executor
+        group[0].service._executor = None
+        with pytest.raises(EpochLost, match="loading"):
+            remote(group, ready_timeout_s=0.5).describe()
+        threading.Timer(0.5, lambda: group[0].service.ready(engine)).start()
+        assert remote(group, ready_timeout_s=10).describe().model == "scripted"
+    with pytest.raises(EpochLost, match="not ready within"):
+        RemoteExecutor(["no-such-host.invalid:1"], ready_timeout_s=0.5).describe()
+
+
+def test_ranks_of_another_model_or_place_are_refused(remote):
+    with workers(2) as group:
+        facts = group[1].runner.describe()
+        group[1].runner.describe = lambda: replace(facts, fingerprint={"numerics": "other"})
+        with pytest.raises(EpochLost, match="numerics"):
+            remote(group).join(CONFIG)
+        group[1].runner.describe = lambda: facts
+        with pytest.raises(EpochLost, match="started as rank"):
+            remote(group[::-1]).join(CONFIG)

@@ -1,0 +1,22 @@
+"""What a worker is started with; validated once, passed as it is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """dtype None is the checkpoint's own. kv_memory_bytes None leaves it to the runner."""
+
+    model: Path
+    rank: int = 0
+    tp: int = 1
+    device: str = "cpu"
+    dtype: str | None = None
+    numerics: str = "invariant"
+    threads: int = 1
+    kv_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.tp:
+            raise ValueError(f"rank {self.rank} of a group of {self.tp}")
