@@ -1,0 +1,26 @@
+"""Which twin runs: the compiled loops where numba is installed, else the plain ones. It decides speed, not bits."""
+
+import importlib.util
+
+import numpy as np
+
+from worker_svc.sampling.philox import round_keys
+from worker_svc.sampling.plain import BLOCK
+
+if importlib.util.find_spec("numba"):
+    from worker_svc.sampling.compiled import complements, exp_blocks, race, race_ids
+else:
+    from worker_svc.sampling.philox import complements
+    from worker_svc.sampling.plain import exp_blocks, race, race_ids
+
+__all__ = ["BLOCK", "complements", "exp_blocks", "race", "race_ids", "warm_up"]
+
+
+def warm_up() -> None:
+    """Load the compiled loops, or compile them where no cache holds them yet (about two seconds, once a machine)."""
+    x, one, room = np.zeros(8, np.float32), np.ones(1, np.float32), np.empty(BLOCK, np.int32)
+    e, sums, keys = np.empty((1, BLOCK), np.float32), np.empty(1, np.float32), round_keys(0)
+    exp_blocks(x, np.zeros(1, np.float32), 1.0, e, sums)
+    race(keys, 0, 0, e, one, room)
+    complements(keys, 0, 0, room[:1])
+    race_ids(keys, 0, 0, np.zeros(1, np.int32), one, room)
