@@ -1,4 +1,4 @@
-"""The sampler: logits and rows in, tokens and logprobs out. A leaf: torch, numpy, protos.step and nothing of ours.
+"""The sampler: logits and rows in, tokens and logprobs out. A leaf: numpy, protos.step, and nothing else of ours.
 
     row.py         SamplerRow, one row's parameters and token history
     sampler.py     sample(logits_RV, rows) -> Drawn: the order of processing, and the draw

@@ -9,6 +9,7 @@ block number. So a vocabulary shard of whole blocks can hand over two numbers a 
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,18 @@ from numpy.typing import NDArray
 from protos.step import Float32s, Floats, Int32s
 from worker_svc.sampling import kernels, plain
 from worker_svc.sampling.kernels import BLOCK
+
+if TYPE_CHECKING:  # who samples at the scheduler has no need of it
+    import torch
+
+Logits: TypeAlias = "torch.Tensor | Floats"
+
+
+def host_table(logits: Logits) -> Floats:
+    """Logits [rows, columns] as a contiguous array on the host; not copied where they are one."""
+    if not isinstance(logits, np.ndarray):
+        logits = logits.detach().cpu().numpy()
+    return np.ascontiguousarray(logits)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from protos.step import Float32s, Floats, Int32s
 from worker_svc.sampling import kernels
-from worker_svc.sampling.logsumexp import Blocks, LogSumExp, block_maxima
+from worker_svc.sampling.logsumexp import Blocks, Logits, LogSumExp, block_maxima, host_table
 from worker_svc.sampling.row import SamplerRow
 from worker_svc.sampling.selection import Kept, select, top
 
@@ -46,13 +45,13 @@ class Drawn:
     failed_slots: Int32s
 
 
-def sample(logits_RV: torch.Tensor, rows: Sequence[SamplerRow]) -> Drawn:
+def sample(logits_RV: Logits, rows: Sequence[SamplerRow]) -> Drawn:
     """Draw one token a row. Neither argument is changed; the caller appends what was drawn.
 
     Args:
-        logits_RV: float32 or float64 on any device; -inf is legal.
+        logits_RV: float32 or float64, a tensor on any device or an array; -inf is legal.
     """
-    table = logits_RV.detach().cpu().contiguous().numpy()
+    table = host_table(logits_RV)
     assert table.shape[0] == len(rows) and table.dtype in (np.float32, np.float64), (table.shape, table.dtype)
     blocks = Blocks(table.shape[1], table.dtype)
     tokens = np.full(len(rows), FAILED, np.int32)

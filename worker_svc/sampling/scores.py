@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from protos.step import Float32s, Floats, Int32s
 from worker_svc.sampling.kernels import BLOCK
-from worker_svc.sampling.logsumexp import Blocks, block_maxima, fold_blocks
+from worker_svc.sampling.logsumexp import Blocks, Logits, block_maxima, fold_blocks, host_table
 from worker_svc.sampling.selection import order, top
 
 
@@ -36,14 +35,14 @@ class ShardScores:
 
 
 def shard_scores(
-    logits_PL: torch.Tensor, first_id: int, target_ids: Int32s, k: int = 0, temperature: float = 1.0
+    logits_PL: Logits, first_id: int, target_ids: Int32s, k: int = 0, temperature: float = 1.0
 ) -> ShardScores:
     """Args:
     logits_PL: this shard's columns, ids first_id .. first_id + L - 1; first_id is a multiple of 1024, L may be 0.
     target_ids: [P] global ids.
     k: alternatives wanted; 1 finds the argmax.
     """
-    table: Floats = logits_PL.detach().cpu().contiguous().numpy()
+    table = host_table(logits_PL)
     rows, columns = table.shape
     assert first_id % BLOCK == 0
     num_blocks = -(-columns // BLOCK)
@@ -95,7 +94,7 @@ def fold_scores(
     return logprobs, top_ids, top_logprobs
 
 
-def score(logits_PV: torch.Tensor, target_ids: Int32s, k: int) -> tuple[Float32s, Int32s, Float32s]:
+def score(logits_PV: Logits, target_ids: Int32s, k: int) -> tuple[Float32s, Int32s, Float32s]:
     """Raw log probabilities of `target_ids` [P], and the first k alternatives [P * k] flat, as StepResult has them.
 
     NaN where the row held a NaN: the caller fails the request.
