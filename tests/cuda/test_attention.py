@@ -1,0 +1,40 @@
+"""Attention over the paged cache is right in decode, prefill and chunks of it, and does not see what it must not."""
+
+import pytest
+import torch
+from tests.cuda.paged import Paged
+from worker_svc.cuda.attention import Shape, Tuning
+
+SHAPES = [Shape(4, 2, 32, 64), Shape(4, 1, 32, 16), Shape(2, 2, 32, 64, window=100)]
+TUNING = Tuning(prefill_block_m=32)
+SPANS = [
+    ([(0, 0, 1), (1, 299, 1), (2, 256, 1)], "decode"),
+    ([(1, 0, 300)], "prefill"),
+    ([(2, 250, 11), (0, 4, 1), (1, 290, 10)], "chunks beside a decode row"),
+]
+
+
+def close(out: torch.Tensor, want: torch.Tensor) -> bool:
+    return float((out.double() - want).norm() / want.norm()) < (1e-2 if out.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("spans", [s for s, _ in SPANS], ids=[name for _, name in SPANS])
+@pytest.mark.parametrize("shape", SHAPES, ids=["pages", "small pages", "window"])
+def test_attention_is_right(shape: Shape, spans: list[tuple[int, int, int]], device: str, dtype: torch.dtype) -> None:
+    paged = Paged(shape, [5, 300, 261], device, dtype)
+    assert close(paged.run(spans, TUNING), paged.reference(spans))
+
+
+def test_nan_in_keys_and_values_past_the_row_is_not_seen(device: str, dtype: torch.dtype) -> None:
+    paged = Paged(SHAPES[0], [70], device, dtype)
+    spans = [(0, 69, 1)]
+    paged.k[paged.tables[0, 1], :, 6:] = float("nan")
+    paged.v[paged.tables[0, 1], :, 6:] = float("nan")
+    assert close(paged.run(spans, TUNING), paged.reference(spans))
+    assert close(paged.run([(0, 60, 10)], TUNING), paged.reference([(0, 60, 10)]))
+
+
+def test_a_key_of_the_future_would_be_seen_by_this_oracle(device: str, dtype: torch.dtype) -> None:
+    paged = Paged(SHAPES[0], [70], device, dtype)
+    out = paged.run([(0, 60, 1)], TUNING)
+    assert not close(paged.run([(0, 61, 1)], TUNING), out.double())

@@ -1,0 +1,150 @@
+"""Kernels of one row a program: embedding, RMSNorm, residual add, q/k norm with rotation and the cache write, SiLU.
+
+Know rows of activations and where a token's keys and values live; nothing of batches. Invariant: block shapes and
+warps of every sum depend on the model alone, so a row's sums have one tree; sums and elementwise work are in fp32, and
+each result is rounded once (the residual stream is rounded after its addition, and normed from the rounded value).
+
+Legend: T tokens, C hidden width, H query heads, K kv heads, D head width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+WARPS = 8
+
+
+@triton.jit
+def _norm(x, weight, width, epsilon):
+    return x * tl.rsqrt(tl.sum(x * x) / width + epsilon) * weight
+
+
+@triton.jit
+def embed_norm_kernel(table, token_ids, weight, residual, out, count_ptr, width, epsilon, BLOCK: tl.constexpr,
+                      DEPENDENT: tl.constexpr):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    t = tl.program_id(0)
+    if t < tl.load(count_ptr):
+        c = tl.arange(0, BLOCK)
+        live = c < width
+        row = tl.load(table + tl.load(token_ids + t).to(tl.int64) * width + c, mask=live, other=0.0)
+        to = t.to(tl.int64) * width + c
+        tl.store(residual + to, row, mask=live)
+        scale = tl.load(weight + c, mask=live, other=0.0).to(tl.float32)
+        tl.store(out + to, _norm(row.to(tl.float32), scale, width, epsilon).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def add_norm_kernel(x, residual, weight, out, count_ptr, width, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr,
+                    DEPENDENT: tl.constexpr):  # fmt: skip
+    """residual += x (when ADD), out = norm(residual); without ADD out = norm(x)."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    t = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    live = c < width
+    scale = tl.load(weight + c, mask=live, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    if t < tl.load(count_ptr):
+        at = t.to(tl.int64) * width + c
+        row = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+        if ADD:
+            row += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
+            rounded = row.to(out.dtype.element_ty)
+            tl.store(residual + at, rounded, mask=live)
+            row = rounded.to(tl.float32)
+        tl.store(out + at, _norm(row, scale, width, epsilon).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def gather_rows_kernel(x, index, out, count_ptr, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """out[i] = x[index[i]]."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0)
+    if i < tl.load(count_ptr):
+        c = tl.arange(0, BLOCK)
+        live = c < width
+        row = tl.load(x + tl.load(index + i).to(tl.int64) * width + c, mask=live, other=0.0)
+        tl.store(out + i.to(tl.int64) * width + c, row, mask=live)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, count_ptr, width, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """out = silu(gate) * up of [gate | up] rows."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    t = tl.program_id(0)
+    if t < tl.load(count_ptr):
+        for first in range(0, width, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            live = c < width
+            at = t.to(tl.int64) * 2 * width + c
+            gate = tl.load(gate_up + at, mask=live, other=0.0).to(tl.float32)
+            up = tl.load(gate_up + at + width, mask=live, other=0.0).to(tl.float32)
+            to = t.to(tl.int64) * width + c
+            tl.store(out + to, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_slots, tables, table_stride, q_out,
+                      k_cache, v_cache, count_ptr, epsilon,
+                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                      NORM: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds. Queries go to q_out, normed (when
+    NORM) and rotated, keys and values to the token's place in the cache. Rotation pairs d with d + D / 2.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    t = tl.program_id(0)
+    if t < tl.load(count_ptr):
+        head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+        HALF: tl.constexpr = D // 2
+        d = tl.arange(0, HALF)
+        at = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D + d[None, :]
+        live = (head < HEADS + 2 * KV_HEADS)[:, None] & (d >= 0)[None, :]
+        first = tl.load(at, mask=live, other=0.0)
+        second = tl.load(at + HALF, mask=live, other=0.0)
+        position = tl.load(positions + t)
+        x = first.to(tl.float32)
+        y = second.to(tl.float32)
+        if NORM:
+            is_query = (head < HEADS)[:, None]
+            square = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+            inverse = tl.rsqrt(square / D + epsilon)[:, None]
+            low = tl.where(is_query, tl.load(q_weight + d)[None, :], tl.load(k_weight + d)[None, :]).to(tl.float32)
+            high = tl.where(is_query, tl.load(q_weight + HALF + d)[None, :], tl.load(k_weight + HALF + d)[None, :])
+            x = (x * inverse * low).to(first.dtype).to(tl.float32)
+            y = (y * inverse * high.to(tl.float32)).to(first.dtype).to(tl.float32)
+        cosine = tl.load(cosines + position.to(tl.int64) * HALF + d)[None, :]
+        sine = tl.load(sines + position.to(tl.int64) * HALF + d)[None, :]
+        rotated_x = tl.fma(x, cosine, -(y * sine)).to(first.dtype)
+        rotated_y = tl.fma(y, cosine, x * sine).to(first.dtype)
+        is_query = (head < HEADS)[:, None] & live
+        to_q = q_out + t.to(tl.int64) * HEADS * D + head[:, None] * D + d[None, :]
+        tl.store(to_q, rotated_x, mask=is_query)
+        tl.store(to_q + HALF, rotated_y, mask=is_query)
+        slot = tl.load(token_slots + t).to(tl.int64)
+        block = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
+        kv = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
+        to = ((block * KV_HEADS + kv) * PAGE + position % PAGE)[:, None] * D + d[None, :]
+        is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & live
+        tl.store(k_cache + to, rotated_x, mask=is_key)
+        tl.store(k_cache + to + HALF, rotated_y, mask=is_key)
+        is_value = (head >= HEADS + KV_HEADS)[:, None] & live
+        tl.store(v_cache + to, first, mask=is_value)
+        tl.store(v_cache + to + HALF, second, mask=is_value)
+
+
+def rope_tables(theta: float, head_dim: int, length: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cosines, sines) [length, D / 2] in fp32, computed in fp64."""
+    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * inverse
+    return angles.cos().float().to(device), angles.sin().float().to(device)
