@@ -1,0 +1,469 @@
+"""The engine loop: one thread that owns the core, feeds the executor and tells the front end what happened.
+
+Everything that it waits for arrives in one inbox: commands, results of steps, the news that a group stands or fell. It
+sleeps on the inbox when nothing is due, so an idle engine costs no time at all.
+
+    STARTING --group stands--> SERVING --epoch lost--> RECOVERING --group stands--> SERVING
+                                                            | --recovery-timeout: live requests end, it keeps trying
+
+A lost epoch costs the core its steps in flight and nothing else: every live row is introduced again to the next group.
+The bits that live requests have been promised stand: a group with another fingerprint is let in only when none is left.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+
+from protos.step import Description, GroupConfig, StepResult
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.events import FinishReason, StepEvents
+from scheduler_svc.core.request import Draining, Duplicate, NeverFits, Overloaded, Refusal, Request
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.stats import Stats
+from scheduler_svc.executor import EpochLost, Executor
+from scheduler_svc.messages import (
+    AskStats,
+    Cancel,
+    Command,
+    Drain,
+    EngineFacts,
+    EngineState,
+    Notice,
+    RefusalKind,
+    Refused,
+    StateChanged,
+    StatsReport,
+    Stepped,
+    StopChoice,
+    Submit,
+)
+
+logger = logging.getLogger(__name__)
+
+CLOCK_S = 0.002  # how late a deadline may be noticed while no step ends
+STATS_S = 0.5  # between reports while there is work
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the operator chose; sizes of 0 are found out (num_blocks from memory, max_seq_len from the model)."""
+
+    block_size: int = 16
+    num_blocks: int = 0
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 512
+    max_seq_len: int = 0
+    max_queue: int = 1024
+    pipeline_depth: int = 2
+    sample_at_scheduler: bool = False
+    prefix_cache: bool = True
+    step_timeout_s: float = 30.0
+    recovery_timeout_s: float = 120.0
+    check_invariants: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _StepDone:
+    epoch: int
+    future: Future[StepResult]
+
+
+@dataclass(frozen=True, slots=True)
+class _EpochEnded:
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Formed:
+    facts: EngineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class _NotFormed:
+    reason: str
+    fatal: bool = False
+
+
+Item = Command | _StepDone | _EpochEnded | _Formed | _NotFormed
+Inbox = SimpleQueue[Item]
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Sums since the start, told as they are."""
+
+    steps: int = 0
+    recoveries: int = 0
+    late_results: int = 0
+    plan_s: float = 0.0
+    commit_s: float = 0.0
+    worker_run_s: float = 0.0
+    worker_wait_s: float = 0.0
+    step_s: float = 0.0
+    idle_s: float = 0.0
+
+
+class EngineLoop:
+    """Args:
+    inbox: where commands are put; the loop's own items come through it too.
+    emit: takes the notices of one pass, in order; it may block, which holds the loop and nobody else up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        inbox: Inbox,
+        emit: Callable[[Sequence[Notice]], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = replace(config, pipeline_depth=1) if config.sample_at_scheduler else config
+        self._executor = executor
+        self._inbox = inbox
+        self._emit = emit
+        self._clock = clock
+        self._notices: list[Notice] = []
+        self._state = EngineState.STARTING
+        self._core: Scheduler | None = None
+        self._facts: EngineFacts | None = None
+        self._epoch = 0
+        self._joining = 0  # the epoch that was joined last, perhaps not served yet
+        self._fallen: _EpochEnded | None = None  # the last epoch that ended by itself
+        self._in_flight: dict[int, float] = {}  # seq -> when it was sent
+        self._live: dict[int, int] = {}  # key -> choices that have not ended
+        self._recovery_ends: float | None = None
+        self._closed = Event()
+        self._draining = False
+        self._counters = _Counters()
+        self._stats_due = 0.0
+        self._told_idle = True
+
+    # The main loop
+
+    def run(self) -> None:
+        """Until Close."""
+        if hasattr(self._executor, "on_lost"):  # a remote group can fall while no step asks it anything
+            self._executor.on_lost = lambda lost: self._inbox.put(_EpochEnded(self._joining, str(lost)))
+        self._form_group()
+        try:
+            while not self._closed.is_set():
+                self._take_items()
+                self._expire()
+                self._launch_steps()
+                self._tell()
+        finally:
+            self._closed.set()
+            self._executor.close()
+
+    def _take_items(self) -> None:
+        """Wait for the next thing to happen and take everything that has."""
+        started = self._clock()
+        try:
+            item = self._inbox.get(timeout=self._patience_s(started))
+        except Empty:
+            return
+        finally:
+            self._counters.idle_s += self._clock() - started
+        try:
+            while True:
+                self._take(item)
+                item = self._inbox.get_nowait()
+        except Empty:
+            pass
+
+    def _patience_s(self, now: float) -> float | None:
+        """How long nothing is due by the clock; None: for ever."""
+        deadline = self._core.next_deadline if self._core is not None else None
+        due = [when for when in (deadline, self._recovery_ends) if when is not None]
+        return max(0.0, min(due) - now) + CLOCK_S if due else None
+
+    def _take(self, item: Item) -> None:
+        now = self._clock()
+        if isinstance(item, _StepDone):
+            self._commit(item, now)
+        elif isinstance(item, Submit):
+            self._submit(item.request, now)
+        elif isinstance(item, Cancel):
+            if item.key in self._live and self._core is not None:
+                self._core.cancel(item.key, now)
+        elif isinstance(item, StopChoice):
+            if item.key in self._live and self._core is not None:
+                self._core.stop(item.key, item.choice, item.num_tokens, now)
+        elif isinstance(item, Drain):
+            self._drain(item.now, now)
+        elif isinstance(item, AskStats):
+            self._notices.append(StatsReport(item.ticket, self._stats()))
+        elif isinstance(item, _EpochEnded):
+            self._fallen = item
+            self._lose(item.epoch, item.reason, now)
+        elif isinstance(item, _Formed):
+            self._serve(item.facts, now)
+        elif isinstance(item, _NotFormed):
+            self._change_state(EngineState.FAILED if item.fatal else self._state, item.reason)
+        else:
+            self._closed.set()
+
+    def _launch_steps(self) -> None:
+        """Keep the pipeline full."""
+        if self._core is None or self._state is not EngineState.SERVING:
+            return
+        while len(self._in_flight) < self._config.pipeline_depth:
+            started = self._clock()
+            batch = self._core.plan(started)
+            if batch is None:
+                return
+            sent = self._clock()
+            self._counters.plan_s += sent - started
+            self._in_flight[batch.seq] = sent
+            epoch = self._epoch
+            future = self._executor.step(batch)
+            future.add_done_callback(lambda done, epoch=epoch: self._inbox.put(_StepDone(epoch, done)))  # type: ignore[misc]
+
+    def _tell(self) -> None:
+        if self._core is not None:
+            self._add_events(self._core.take_events())
+            if self._config.check_invariants:
+                self._core.check_invariants()
+        now = self._clock()
+        idle = not self._live
+        if self._core is not None and (now >= self._stats_due if not idle else not self._told_idle):
+            self._stats_due = now + STATS_S
+            self._notices.append(StatsReport(0, self._stats()))
+        self._told_idle = idle
+        if self._notices:
+            notices, self._notices = self._notices, []
+            self._emit(notices)
+
+    # Requests
+
+    def _submit(self, request: Request, now: float) -> None:
+        if self._core is None or self._state is EngineState.FAILED:
+            self._refuse(request.key, RefusalKind.UNAVAILABLE, f"the engine is {self._state.value}")
+            return
+        if self._state is EngineState.RECOVERING and self._recovery_ends is None:
+            self._refuse(request.key, RefusalKind.UNAVAILABLE, "the workers were lost and are not back yet")
+            return
+        try:
+            self._core.submit(request, now)
+        except NeverFits as refusal:
+            self._refuse(request.key, RefusalKind.INVALID, str(refusal), refusal.field)
+        except Duplicate as refusal:
+            self._refuse(request.key, RefusalKind.DUPLICATE, str(refusal))
+        except Overloaded as refusal:
+            self._refuse(request.key, RefusalKind.OVERLOADED, str(refusal), retry_after_s=refusal.retry_after_s)
+        except Draining as refusal:
+            self._refuse(request.key, RefusalKind.UNAVAILABLE, str(refusal))
+        except Refusal as refusal:
+            self._refuse(request.key, RefusalKind.INVALID, str(refusal), refusal.field)
+        else:
+            self._live[request.key] = request.n
+
+    def _refuse(self, key: int, kind: RefusalKind, message: str, field: str = "", retry_after_s: float = 0.0) -> None:
+        self._notices.append(Refused(key, kind, message, field, retry_after_s))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if self._core is not None and self._live:
+            self._core.expire(now)
+        if self._recovery_ends is not None and now > self._recovery_ends:
+            logger.error("no group within %g s: %d requests end", self._config.recovery_timeout_s, len(self._live))
+            self._recovery_ends = None
+            if self._core is not None:
+                self._core.end_all(FinishReason.UNAVAILABLE, now)
+
+    def _drain(self, at_once: bool, now: float) -> None:
+        self._draining = True
+        if self._core is not None:
+            self._core.drain()
+            if at_once:
+                self._core.end_all(FinishReason.DRAINED, now)
+
+    def _add_events(self, events: StepEvents) -> None:
+        for finished in events.finished:
+            left = self._live[finished.key] - 1
+            if left:
+                self._live[finished.key] = left
+            else:
+                del self._live[finished.key]
+        if len(events.tokens.keys) or events.scores or events.logits or events.finished:
+            self._notices.append(Stepped(events))
+
+    # Steps
+
+    def _commit(self, done: _StepDone, now: float) -> None:
+        if done.epoch != self._epoch or self._state is not EngineState.SERVING:
+            self._counters.late_results += 1
+            return
+        error = done.future.exception()
+        if error is not None:
+            self._lose(done.epoch, str(error), now)
+            return
+        result = done.future.result()
+        assert self._core is not None
+        sent = self._in_flight.pop(result.seq)
+        self._add_events(self._core.commit(result, now))
+        counters = self._counters
+        counters.steps += 1
+        counters.commit_s += self._clock() - now
+        counters.step_s += now - sent
+        counters.worker_run_s += result.run_ms / 1000
+        counters.worker_wait_s += result.wait_ms / 1000
+
+    # Groups
+
+    def _lose(self, epoch: int, reason: str, now: float) -> None:
+        if epoch != self._epoch or self._state is not EngineState.SERVING:
+            return
+        assert self._core is not None
+        logger.error("epoch %d is lost with %d requests live: %s", epoch, len(self._live), reason)
+        self._in_flight.clear()
+        self._counters.recoveries += 1
+        self._recovery_ends = now + self._config.recovery_timeout_s
+        self._change_state(EngineState.RECOVERING, reason)
+        self._form_group()
+
+    def _form_group(self) -> None:
+        Thread(target=self._try_to_form, args=(self._epoch, self._facts), name="form-group", daemon=True).start()
+
+    def _try_to_form(self, last_epoch: int, facts: EngineFacts | None) -> None:
+        """Joins the workers to a fresh group, as often as it takes; its own thread, since it waits for them."""
+        backoff = MIN_BACKOFF_S
+        while not self._closed.is_set():
+            try:
+                formed = self._join(last_epoch, facts)
+            except EpochLost as lost:
+                self._inbox.put(_NotFormed(str(lost)))
+            except Exception as error:
+                logger.exception("forming a group failed")
+                self._inbox.put(_NotFormed(f"forming a group failed: {error!r}", fatal=True))
+                return
+            else:
+                self._inbox.put(_Formed(formed))
+                return
+            self._closed.wait(backoff)
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+    def _join(self, last_epoch: int, facts: EngineFacts | None) -> EngineFacts:
+        config = self._config
+        description = self._executor.describe()
+        max_seq_len = config.max_seq_len or description.max_position_embeddings
+        if max_seq_len > description.max_position_embeddings:
+            raise ValueError(
+                f"--max-seq-len {max_seq_len} is above the model's {description.max_position_embeddings} positions"
+            )
+        parts = _fingerprint(description, config.sample_at_scheduler)
+        if facts is not None and parts != facts.fingerprint and self._live:
+            raise EpochLost(f"the workers came back with another fingerprint: {parts}, before {facts.fingerprint}")
+        epoch = self._joining = max(description.epoch, last_epoch, self._joining) + 1
+        num_blocks = self._executor.join(
+            GroupConfig(
+                epoch=epoch,
+                block_size=config.block_size,
+                num_blocks=facts.num_blocks if facts is not None else config.num_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_batch_tokens=config.max_batch_tokens,
+                max_seq_len=max_seq_len,
+                sample_at_scheduler=config.sample_at_scheduler,
+                pipeline_depth=config.pipeline_depth,
+                step_timeout_s=config.step_timeout_s,
+            )
+        )
+        return EngineFacts(
+            description=description,
+            epoch=epoch,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            max_seq_len=max_seq_len,
+            sample_at="scheduler" if config.sample_at_scheduler else "worker",
+            fingerprint=parts,
+        )
+
+    def _serve(self, facts: EngineFacts, now: float) -> None:
+        """A group stands."""
+        if self._core is None:
+            self._core = self._make_core(facts)
+            if self._draining:
+                self._core.drain()
+        else:
+            self._core.abort_step(facts.epoch, now)
+        self._facts, self._epoch = facts, facts.epoch
+        self._recovery_ends = None
+        logger.info("epoch %d serves: %d blocks of %d tokens", facts.epoch, facts.num_blocks, facts.block_size)
+        self._state = EngineState.SERVING
+        self._notices.append(StateChanged(EngineState.SERVING, "", facts))
+        self._told_idle = False
+        if self._fallen is not None:
+            self._lose(self._fallen.epoch, self._fallen.reason, now)
+
+    def _make_core(self, facts: EngineFacts) -> Scheduler:
+        return Scheduler(
+            CoreConfig(
+                num_blocks=facts.num_blocks,
+                block_size=facts.block_size,
+                max_num_seqs=facts.max_num_seqs,
+                max_batch_tokens=facts.max_batch_tokens,
+                max_seq_len=facts.max_seq_len,
+                max_queue=self._config.max_queue,
+                pipeline_depth=self._config.pipeline_depth,
+                sample_at_scheduler=self._config.sample_at_scheduler,
+                prefix_cache=self._config.prefix_cache,
+                epoch=facts.epoch,
+            )
+        )
+
+    def _change_state(self, state: EngineState, reason: str) -> None:
+        self._state = state
+        self._notices.append(StateChanged(state, reason))
+
+    def _stats(self) -> Mapping[str, float]:
+        counters = self._counters
+        values: dict[str, float] = {
+            "steps_total": counters.steps,
+            "digests_agreed_total": counters.steps,
+            "engine_epoch": self._epoch,
+            "recoveries_total": counters.recoveries,
+            "steps_in_flight": len(self._in_flight),
+            'step_seconds_total{phase="plan"}': counters.plan_s,
+            'step_seconds_total{phase="commit"}': counters.commit_s,
+            'step_seconds_total{phase="round_trip"}': counters.step_s,
+            'step_seconds_total{phase="worker_run"}': counters.worker_run_s,
+            'step_seconds_total{phase="worker_wait"}': counters.worker_wait_s,
+            'step_seconds_total{phase="idle"}': counters.idle_s,
+        }
+        return values | _core_values(self._core.stats()) if self._core is not None else values
+
+
+def _core_values(stats: Stats) -> dict[str, float]:
+    """The core's figures under their public names."""
+    counters = stats.counters
+    values: dict[str, float] = {
+        "requests_running": stats.running,
+        "requests_waiting": stats.waiting,
+        "waiting_tokens": stats.waiting_tokens,
+        "kv_blocks": stats.blocks,
+        "kv_blocks_free": stats.blocks_free,
+        "kv_blocks_cached": stats.blocks_cached,
+        "kv_blocks_held": stats.blocks_held,
+        "kv_cache_usage_ratio": 1 - (stats.blocks_free + stats.blocks_cached) / max(1, stats.blocks),
+        "prefix_cache_queries_total": counters.prefix_queries,
+        "prefix_cache_hits_total": counters.prefix_hits,
+        "preemptions_total": counters.preemptions,
+        "recomputed_tokens_total": counters.recomputed_tokens,
+        "discarded_tokens_total": counters.discarded_tokens,
+        "scheduled_tokens_total": counters.scheduled_tokens,
+        "scheduled_prompt_tokens_total": counters.scheduled_prompt_tokens,
+    }
+    return values | {f'requests_waiting_by_reason{{reason="{why}"}}': n for why, n in stats.waiting_for.items()}
+
+
+def _fingerprint(description: Description, sample_at_scheduler: bool) -> dict[str, str]:
+    """What the workers state, and where sampling happens."""
+    return {**description.fingerprint, "sample_at": "scheduler" if sample_at_scheduler else "worker"}

@@ -1,0 +1,34 @@
+"""Where the workers are and how to reach them, as a value that travels to the engine process and connects there."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler_svc.executor import Executor
+from scheduler_svc.security import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Args:
+    addresses: host:port of each rank, rank 0 first.
+    secret: what the workers were started with; None: they take anyone on loopback.
+    record: folder for the step stream; None: it is not recorded.
+    """
+
+    addresses: tuple[str, ...]
+    secret: str | None = None
+    tls: TlsFiles | None = None
+    sample_at_scheduler: bool = False
+    record: Path | None = None
+
+    def connect(self) -> Executor:
+        """Imports here what only the engine process needs."""
+        from scheduler_svc.remote import RemoteExecutor
+
+        credentials = self.tls.channel_credentials() if self.tls is not None else None
+        executor: Executor = RemoteExecutor(self.addresses, secret=self.secret, credentials=credentials)
+        if self.sample_at_scheduler:
+            from scheduler_svc.host_sampling import HostSampling
+
+            executor = HostSampling(executor)
+        return executor
