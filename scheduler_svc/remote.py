@@ -24,11 +24,10 @@ from google.protobuf.message import Message
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from protos.step import Description, EpochLost, Floats, GroupConfig, StepBatch, StepResult
+from protos.worker_link import EPOCH_KEY, HOST_KEY, SECRET_KEY, LogitsReader, host_identity
 
 logger = logging.getLogger(__name__)
 
-EPOCH_KEY = "lockstep-epoch"
-SECRET_KEY = "lockstep-secret"
 CALL_TIMEOUT_S = 3.0  # of calls that only ask
 FORM_TIMEOUT_S = 30.0  # of joining: ranks meet, caches are allocated
 LOADING_POLL_S = 0.1
@@ -187,8 +186,9 @@ class _Epoch:
         self._steps: deque[_Step] = deque()  # oldest first
         self._answered = [0] * len(ranks)  # steps of `_steps` that the rank has answered
         self._head_since = 0.0  # when the oldest step became the oldest
-        self._logits: list[bytes] = []
-        metadata = (*metadata, (EPOCH_KEY, str(config.epoch)))
+        self._logits: list[bytes] = []  # pieces of the step that rank 0 answers next
+        self._shared = LogitsReader()
+        metadata = (*metadata, (EPOCH_KEY, str(config.epoch)), (HOST_KEY, host_identity()))
         self._streams = [_Stream(rank, self) for rank in ranks]
         self._metadata = metadata
 
@@ -222,15 +222,21 @@ class _Epoch:
         try:
             kind = reply.WhichOneof("kind")
             if kind == "logits":
-                self._logits.append(reply.logits.data)
+                piece = reply.logits
+                self._logits.append(self._bytes_of(piece))
                 return
             message = reply.result if kind == "result" else reply.digest
             if (kind == "result") != (rank == 0):
                 raise codec.CodecError(f"a {kind} from rank {rank}")
             result = self._result(reply.result) if kind == "result" else None
             self._answer(rank, message.epoch, message.seq, message.digest, result)
-        except codec.CodecError as error:
+        except ValueError as error:  # CodecError, or shared memory that is not there
             self.end(f"rank {rank}: {error}")
+
+    def _bytes_of(self, piece: pb.LogitsPiece) -> bytes:
+        if piece.shared_memory:
+            return self._shared.read(piece.shared_memory, piece.offset, piece.size)
+        return piece.data
 
     def _result(self, message: pb.StepResult) -> StepResult:
         logits: Floats | None = None

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from worker_svc import launch
 
-SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
+SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"  # protos.worker_link, which must not be imported before the launch
 
 
 def _parser() -> argparse.ArgumentParser:

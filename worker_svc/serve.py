@@ -20,13 +20,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
+from protos.worker_link import SECRET_KEY, SECRET_VARIABLE
 from worker_svc.assembly import Refused, check, load_executor, open_rendezvous
 from worker_svc.config import WorkerConfig
 from worker_svc.service import WorkerService
 
 logger = logging.getLogger(__name__)
 
-SECRET_KEY = "lockstep-secret"
 SERVICE_NAME = "lockstep.v1.Worker"
 MAX_CALLS = 32  # at once; a scheduler needs a stream and what it asks beside it
 EXIT_REFUSED, EXIT_PORT_TAKEN = 2, 3
@@ -110,7 +110,7 @@ def _check_open_to_strangers(where: ServeConfig) -> None:
     host = where.listen.rpartition(":")[0]
     if host not in LOOPBACK_HOSTS and where.secret is None and where.tls is None:
         raise Refused(
-            f"--listen {where.listen} is reachable from other hosts: set LOCKSTEP_WORKER_SECRET (the same for the "
+            f"--listen {where.listen} is reachable from other hosts: set {SECRET_VARIABLE} (the same for the "
             "scheduler and all workers) or give --tls-cert, --tls-key and --tls-ca"
         )
 

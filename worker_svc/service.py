@@ -24,12 +24,12 @@ import numpy as np
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from protos.step import EpochLost, GroupConfig, StepResult
+from protos.worker_link import EPOCH_KEY, HOST_KEY, SHARED_FROM_BYTES, LogitsSegment, host_identity
 from worker_svc.engine import LocalExecutor
 from worker_svc.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
-EPOCH_KEY = "lockstep-epoch"  # metadata of Steps: the epoch that the stream steps
 FORM_TIMEOUT_S = 20.0
 
 
@@ -53,8 +53,9 @@ OpenRendezvous = Callable[[GroupConfig, str], Rendezvous]
 class _Joined:
     """An epoch as the service sees it: a group that forms, then one stream."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, config: GroupConfig) -> None:
+        self.config = config
+        self.epoch = config.epoch
         self.formed = Event()
         self.num_blocks = 0
         self.error: str | None = None
@@ -109,7 +110,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 _refuse(context, f"epoch {config.epoch} is stale: epoch {self._last_epoch} was joined")
             self._last_epoch = config.epoch
             executor.close()
-            joined = self._joined = _Joined(config.epoch)
+            joined = self._joined = _Joined(config)
             if self._rank and not request.store_address:
                 _refuse(context, "a rank other than 0 needs the address of the store")
             try:
@@ -145,6 +146,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._end(joined)
         self._wait_formed(joined, context)
         context.send_initial_metadata(())  # tells the scheduler that this rank stands
+        shared = self._shared(joined, context)
         answers: SimpleQueue[Future[StepResult] | codec.CodecError | None] = SimpleQueue()
 
         def feed() -> None:
@@ -162,9 +164,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             while (answer := answers.get()) is not None:
                 if isinstance(answer, codec.CodecError):
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(answer))
-                yield from self._replies(answer.result())
+                yield from self._replies(answer.result(), shared)
         except EpochLost as lost:
             context.abort(grpc.StatusCode.ABORTED, f"rank {self._rank}: {lost}")
+        finally:
+            if shared is not None:
+                shared.close()
 
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         joined = self._joined
@@ -193,11 +198,34 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if joined.error is not None:
             context.abort(grpc.StatusCode.ABORTED, joined.error)
 
-    def _replies(self, result: StepResult) -> Iterator[pb.StepReply]:
+    def _shared(self, joined: _Joined, context: grpc.ServicerContext) -> LogitsSegment | None:
+        """Memory for this stream's logits, if the scheduler can open it."""
+        identity = host_identity()
+        if self._rank or not identity or dict(context.invocation_metadata()).get(HOST_KEY) != identity:
+            return None
+        assert self._executor is not None
+        row_bytes = 8 * self._executor.describe().vocab_size  # float64 is the widest
+        try:
+            return LogitsSegment(row_bytes * joined.config.max_num_seqs, joined.config.pipeline_depth)
+        except OSError as error:
+            logger.warning("no shared memory for logits, they go through gRPC: %s", error)
+            return None
+
+    def _replies(self, result: StepResult, shared: LogitsSegment | None) -> Iterator[pb.StepReply]:
         if self._rank:
             yield pb.StepReply(digest=pb.StepDigest(epoch=result.epoch, seq=result.seq, digest=result.digest))
             return
-        if result.logits is not None:
+        if result.logits is not None and shared is not None and result.logits.nbytes >= SHARED_FROM_BYTES:
+            yield pb.StepReply(
+                logits=pb.LogitsPiece(
+                    epoch=result.epoch,
+                    seq=result.seq,
+                    offset=shared.write(result.logits),
+                    shared_memory=shared.name,
+                    size=result.logits.nbytes,
+                )
+            )
+        elif result.logits is not None:
             data = np.ascontiguousarray(result.logits).reshape(-1).view(np.uint8)
             for offset in range(0, len(data), codec.LOGITS_PIECE_BYTES):
                 piece = data[offset : offset + codec.LOGITS_PIECE_BYTES].tobytes()

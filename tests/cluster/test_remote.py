@@ -11,7 +11,8 @@ import pytest
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from protos.step import EpochLost, GroupConfig, RowSampling, StepBatch, int32s
-from scheduler_svc.remote import EPOCH_KEY, RemoteExecutor
+from protos.worker_link import EPOCH_KEY
+from scheduler_svc.remote import RemoteExecutor, _Epoch
 from worker_svc.engine import LocalExecutor
 
 from .scripted import ScriptedRunner, expected_tokens, first_step, introduce, wait_until, workers
@@ -65,8 +66,15 @@ def test_the_pool_is_what_fits_on_the_smallest_rank(remote):
         assert [worker.runner.joined[-1].num_blocks for worker in group] == [40, 40]
 
 
-def test_logits_travel_in_pieces_and_come_whole(remote, monkeypatch):
+@pytest.mark.parametrize("way", ["pieces", "shared memory"])
+def test_logits_come_whole(remote, monkeypatch, way):
     monkeypatch.setattr("protos.codec.LOGITS_PIECE_BYTES", 100)
+    monkeypatch.setattr("worker_svc.service.SHARED_FROM_BYTES", 0 if way == "shared memory" else 1 << 60)
+    ways = []
+    monkeypatch.setattr(
+        "scheduler_svc.remote._Epoch._bytes_of",
+        lambda epoch, piece, real=_Epoch._bytes_of: ways.append(bool(piece.shared_memory)) or real(epoch, piece),
+    )
     with workers(2) as group:
         executor = remote(group)
         executor.join(CONFIG)
@@ -74,6 +82,10 @@ def test_logits_travel_in_pieces_and_come_whole(remote, monkeypatch):
         result = executor.step(first_step(1, *rows)).result(5)
         assert result.logits.shape == (2, 97)
         assert result.logits.argmax(-1).tolist() == result.token_ids[[0, 2]].tolist()
+        for seq in (2, 3, 4, 5):  # regions of the segment are used in turns
+            result = executor.step(StepBatch(1, seq)).result(5)
+            assert result.logits.argmax(-1).tolist() == result.token_ids[[0, 2]].tolist()
+        assert set(ways) == {way == "shared memory"} and len(ways) == (5 if way == "shared memory" else 40)
 
 
 def test_a_second_epoch_starts_empty(remote):
