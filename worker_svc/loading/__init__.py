@@ -1,1 +1,1 @@
-"""From a Hugging Face snapshot to a rank's own tensors."""
+"""Snapshots on disk: reading them totally, loudly and no more than needed."""

@@ -1,0 +1,1 @@
+"""Layers: what each holds of the checkpoint, how ranks divide it, and which ops it is."""

@@ -1,0 +1,106 @@
+"""From a snapshot folder to a rank's loaded model, in two steps: check everything cheap, then read.
+
+Knows the order of checks and the choice of ops. Invariant: what `check_snapshot` accepts, `load_model` can load, short
+of a disk that changes under it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from worker_svc.loading.reading import Reader, check_inventory
+from worker_svc.loading.snapshot import Snapshot, open_snapshot
+from worker_svc.models.decoder import Decoder, Family
+from worker_svc.models.registry import family_of
+from worker_svc.ops.base import Ops
+from worker_svc.spec import Config, ModelRefused, ModelSpec, Shard
+
+Mode = Literal["invariant", "fast"]
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+INITIAL_POSITIONS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSnapshot:
+    snapshot: Snapshot
+    family: Family
+    spec: ModelSpec
+
+
+def read_spec(values: dict[str, object]) -> tuple[Family, ModelSpec]:
+    """Family and spec of a Hugging Face config. Raises ModelRefused."""
+    if quantised := values.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        raise ModelRefused([f"quantised checkpoint: quantization_config.quant_method {method!r} is not supported"])
+    config = Config(values)
+    family = family_of(config)
+    return family, family.read(config)
+
+
+def check_snapshot(model_dir: Path | str, tp: int = 1) -> CheckedSnapshot:
+    """Read config, index and headers only. Raises ModelRefused: unsupported, undivided by tp, or damaged."""
+    folder = Path(model_dir)
+    snapshot = open_snapshot(folder)
+    family, spec = read_spec(snapshot.config)
+    spec.check_tp(tp)
+    model = Decoder(family, spec, Shard(0, tp), _NO_OPS)
+    declared = [part for parameter in model.parameters() for part in parameter.slices]
+    tied = ("lm_head.weight", "model.embed_tokens.weight") if spec.tied_head else None
+    check_inventory(snapshot, declared, tied)
+    return CheckedSnapshot(snapshot, family, spec)
+
+
+def load_model(
+    model_dir: Path | str,
+    *,
+    rank: int = 0,
+    tp: int = 1,
+    dtype: str | torch.dtype = "auto",
+    numerics: Mode = "invariant",
+    device: torch.device | str = "cpu",
+    ops: Ops | None = None,
+) -> Decoder:
+    """Check and load one rank's shard. `dtype` "auto" is the checkpoint's. Raises ModelRefused."""
+    checked = check_snapshot(model_dir, tp)
+    target = torch.device(device)
+    wanted = resolve_dtype(dtype, checked.spec)
+    ops = ops or make_ops(wanted, numerics, target)
+    model = Decoder(checked.family, checked.spec, Shard(rank, tp), ops)
+    reader = Reader(checked.snapshot, wanted, target)
+    try:
+        with torch.inference_mode():
+            for parameter in model.parameters():
+                parameter.bind(ops, reader.read(parameter))
+            model.reserve_positions(min(INITIAL_POSITIONS, checked.spec.max_position_embeddings), target)
+    finally:
+        reader.close()
+    model.bytes_read = reader.bytes_read
+    return model
+
+
+def resolve_dtype(dtype: str | torch.dtype, spec: ModelSpec) -> torch.dtype:
+    """Raises ModelRefused for a type that is not computed in."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    name = spec.dtype if dtype == "auto" else dtype
+    if name == "float16" and dtype == "auto":
+        name = "bfloat16"
+    if name not in DTYPES:
+        raise ModelRefused([f"dtype {name} is not supported, only {', '.join(DTYPES)}"])
+    return DTYPES[name]
+
+
+def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device) -> Ops:
+    if device.type == "cuda":
+        from worker_svc.cuda.ops import CudaOps  # Triton is not there on a machine without a GPU
+
+        return CudaOps(dtype, numerics)
+    from worker_svc.ops.cpu import CpuOps
+    from worker_svc.ops.invariance import probe
+
+    return CpuOps(dtype, probe(dtype))
+
+
+_NO_OPS: Ops = None  # type: ignore[assignment]  # declaring parameters computes nothing

@@ -1,0 +1,80 @@
+"""Matrix products on CPU: how rows and weights reach the library, so that a row's bits do not depend on its neighbours.
+
+Knows the paths that `invariance.py` chooses among and how a weight is laid out for each. Does not know layers or ranks.
+Invariant (any path that passed the probe): row i of `matmul(x, w)` depends on row i of x, on w and on nothing else.
+
+    packed   oneDNN, weight reordered once at load          onednn   oneDNN, weight as it is
+    blas     torch's own product (MKL where torch has it; for bfloat16 that is oneDNN again)
+
+Rows are padded with zeros to a multiple of `row_multiple`; with `row_tile` the library only ever sees that many.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulPath:
+    library: Literal["packed", "onednn", "blas"]
+    row_multiple: int = 1
+    row_tile: int = 0
+
+    def __str__(self) -> str:
+        rows = f"tile{self.row_tile}" if self.row_tile else f"rows{self.row_multiple}"
+        return f"{self.library}-{rows}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CpuWeight:
+    """A weight [N, K] laid out for `path`."""
+
+    data: Tensor
+    bias_N: Tensor | None
+    path: MatmulPath
+    num_outputs: int
+
+
+def onednn_available(dtype: torch.dtype) -> bool:
+    """Whether torch's oneDNN entry points exist and take this type here."""
+    ops = torch.ops.mkldnn
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    return hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")
+
+
+def prepare(weight_NK: Tensor, bias_N: Tensor | None, path: MatmulPath) -> CpuWeight:
+    data = weight_NK
+    if path.library == "packed" and weight_NK.numel():
+        data = torch.ops.mkldnn._reorder_linear_weight(weight_NK)
+    return CpuWeight(data, bias_N, path, weight_NK.shape[0])
+
+
+def matmul(x_MK: Tensor, weight: CpuWeight) -> Tensor:
+    """x w^T + bias, [M, N]."""
+    path, rows = weight.path, x_MK.shape[0]
+    if not rows or not weight.num_outputs:
+        return x_MK.new_empty((rows, weight.num_outputs))
+    if path.row_tile:
+        return _tiled(x_MK, weight, path.row_tile)
+    spare = -rows % path.row_multiple
+    if not spare:
+        return _product(x_MK, weight)
+    return _product(F.pad(x_MK, (0, 0, 0, spare)), weight)[:rows]
+
+
+def _tiled(x_MK: Tensor, weight: CpuWeight, tile: int) -> Tensor:
+    rows = x_MK.shape[0]
+    padded = F.pad(x_MK, (0, 0, 0, -rows % tile)) if rows % tile else x_MK
+    if padded.shape[0] == tile:
+        return _product(padded, weight)[:rows]
+    return torch.cat([_product(part, weight) for part in padded.split(tile)])[:rows]
+
+
+def _product(x_MK: Tensor, weight: CpuWeight) -> Tensor:
+    if weight.path.library == "blas":
+        return F.linear(x_MK, weight.data, weight.bias_N)
+    return torch.ops.mkldnn._linear_pointwise(x_MK, weight.data, weight.bias_N, "none", [], "")  # type: ignore[no-any-return]

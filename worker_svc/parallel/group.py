@@ -1,0 +1,125 @@
+"""The tensor-parallel group of one epoch: how a rank's numbers reach the others.
+
+Knows stores and process groups; a group is an argument everywhere, never torch.distributed's global one, so two engines
+and two epochs fit in one process. Does not know what is sent. Invariant: data moves, nothing is added here (the order of
+sums is `ops/leaves.py`), except `all_reduce`, which `fast` numerics uses and `invariant` never does.
+"""
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+
+class GroupLost(RuntimeError):
+    """A collective failed: a rank died, hung past the step timeout, or the group was aborted."""
+
+
+class Group(Protocol):
+    rank: int
+    tp: int
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[tp, *x.shape], by rank. Shapes are equal on every rank. Raises GroupLost."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks in an order of the library's choice. Raises GroupLost."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def abort(self) -> None:
+        """From any thread: collectives in flight on this rank fail soon. Idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SingleGroup:
+    """One rank: nothing moves."""
+
+    rank = 0
+    tp = 1
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def barrier(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class GlooGroup:
+    """Ranks on CPU. `store` and the process group belong to this epoch alone."""
+
+    def __init__(self, store: Store, rank: int, tp: int, epoch: int, timeout_s: float, hostname: str) -> None:
+        self.rank = rank
+        self.tp = tp
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=hostname)]
+        options._timeout = self._timeout
+        try:
+            self._group: ProcessGroupGloo | None = ProcessGroupGloo(
+                PrefixStore(f"epoch-{epoch}", store), rank, tp, options
+            )
+        except RuntimeError as error:
+            raise GroupLost(f"epoch {epoch}: rank {rank} could not join: {error}") from error
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = torch.empty((self.tp, *x.shape), dtype=x.dtype)
+        source = x if x.is_contiguous() else x.contiguous()
+        if x.numel():
+            self._run(lambda group: group._allgather_base(gathered.view(-1), source.view(-1)))
+        return gathered
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._run(lambda group: group.allreduce([x]))
+        return x
+
+    def barrier(self) -> None:
+        self._run(lambda group: group.barrier())
+
+    def abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        self.abort()
+
+    def _run(self, start):  # type: ignore[no-untyped-def]
+        group = self._group
+        if group is None:
+            raise GroupLost("the group was aborted")
+        try:
+            start(group).wait(self._timeout)
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
+
+
+def host_store(hostname: str, timeout_s: float) -> TCPStore:
+    """The rendezvous store of one epoch, hosted in this process on a port of the system's choice (`store.port`)."""
+    return TCPStore(
+        hostname, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), multi_tenant=False
+    )
+
+
+def join_store(hostname: str, port: int, timeout_s: float) -> TCPStore:
+    """Raises GroupLost if nobody answers there in time."""
+    try:
+        return TCPStore(hostname, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, TimeoutError) as error:
+        raise GroupLost(f"no rendezvous store at {hostname}:{port}: {error}") from error
