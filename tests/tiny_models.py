@@ -1,6 +1,6 @@
 """Tiny random models as ordinary snapshots: transformers' own classes, weights and file layout.
 
-    make_tiny(folder, "qwen3", num_attention_heads=6)  ->  folder, holding config, safetensors and a byte-level tokenizer
+    make_tiny(folder, "qwen3", num_attention_heads=6)   config, safetensors and a byte-level tokenizer in `folder`
 
 Shapes are awkward on purpose (odd vocabulary, grouped heads, head_dim apart from hidden / heads) and divide by 4 ranks.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"

@@ -1,8 +1,8 @@
 """Attention over the paged cache in torch: the reference, in any float type.
 
 Knows one pass of `work.py`. Bits of an output row depend on its query and its keys alone: each split is attended in
-one product of fixed width, the queries padded to a height that the library treats alike, and splits are folded in order with
-running maximum and sum. A split in which a query sees nothing changes nothing: exp(LOWEST - m) is zero.
+one product of fixed width, the queries padded to a height that the library treats alike, and splits are folded in order
+with running maximum and sum. A split in which a query sees nothing changes nothing: exp(LOWEST - m) is zero.
 
 Legend: W items, N tiles, Q queries a tile, K kv heads, G query heads a kv head, M = padded Q * G, S keys, E head size.
 """

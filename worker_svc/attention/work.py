@@ -134,13 +134,15 @@ def _gather_indices(
         per_split = SPLIT // block_size
         block_WJ = split_W[:, None] * per_split + np.arange(per_split)
         ids = _block_ids(tables_WB, block_WJ, last_W // block_size, null_block)
-        return ids[:, None, :] * num_kv_heads + heads[:, None]  # type: ignore[no-any-return]
+        return np.asarray(ids[:, None, :] * num_kv_heads + heads[:, None])
     key_WS = split_W[:, None] * SPLIT + np.arange(SPLIT)
     ids = _block_ids(tables_WB, key_WS // block_size, last_W // block_size, null_block)
-    return (ids[:, None, :] * num_kv_heads + heads[:, None]) * block_size + (key_WS % block_size)[:, None, :]  # type: ignore[no-any-return]
+    return np.asarray(
+        (ids[:, None, :] * num_kv_heads + heads[:, None]) * block_size + (key_WS % block_size)[:, None, :]
+    )
 
 
 def _block_ids(tables_WB: Ints, block_WJ: Ints, last_block_W: Ints, null_block: int) -> Ints:
     inside = np.minimum(block_WJ, tables_WB.shape[1] - 1)
     ids = np.take_along_axis(tables_WB, inside, axis=1)
-    return np.where(block_WJ <= last_block_W[:, None], ids, null_block)
+    return np.asarray(np.where(block_WJ <= last_block_W[:, None], ids, null_block))

@@ -1,5 +1,6 @@
 """Self-attention of one layer: fused q, k, v rows split by head, output columns split by leaf."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -47,7 +48,7 @@ class Attention:
             full = spec.qk_norm == "full"
             for name, size, rows in (("q_norm", spec.q_size, q), ("k_norm", spec.kv_size, kv)):
                 part = Slice(f"{prefix}{name}.weight", (size if full else e,), rows if full else range(e))
-                yield Parameter((part,), lambda ops, t, name=name: self._bind_norm(name, t))
+                yield Parameter((part,), functools.partial(self._bind_norm, name))
         weights = tuple(Slice(f"{prefix}{name}.weight", (size, spec.hidden_size), rows) for name, size, rows in columns)
         yield Parameter(weights, lambda ops, t: setattr(self, "qkv", ops.prepare_column(t, self._qkv_bias)))
         output = Slice(f"{prefix}o_proj.weight", (spec.hidden_size, spec.q_size), q, dim=1)
@@ -65,13 +66,13 @@ class Attention:
     def _full_norms(self, ops: Ops, qkv_TN: Tensor, group: Group) -> Tensor:
         """OLMoE: queries and keys are normed over their full width, which the ranks share."""
         q_size, kv_size = len(self._heads) * self._spec.head_dim, len(self._kv_heads) * self._spec.head_dim
-        q, k, v = qkv_TN.split((q_size, kv_size, kv_size), 1)
+        q, k, v = torch.split(qkv_TN, [q_size, kv_size, kv_size], 1)
         eps = self._spec.norm_eps
         q = ops.full_norm(q, self._norms["q_norm"], eps, self._leaves, group)
         k = ops.full_norm(k, self._norms["k_norm"], eps, self._leaves, group)
         return torch.cat((q, k, v), 1)
 
-    def _bind_norm(self, name: str, weight: Tensor) -> None:
+    def _bind_norm(self, name: str, ops: Ops, weight: Tensor) -> None:
         self._norms[name] = weight
         if self._spec.qk_norm == "head" and len(self._norms) == 2:
             self.norm = QKNorm(self._norms["q_norm"], self._norms["k_norm"], self._spec.norm_eps)

@@ -1,7 +1,8 @@
 """Rotary tables in fp32, one row a position.
 
 Knows the frequencies of each kind, as transformers computes them. Rows are computed in runs of a fixed number, since
-the vector library's cosine may differ in the last bit from its scalar one: a row's bits do not depend on the length asked for.
+the vector library's cosine may differ in the last bit from its scalar one: a row's bits do not depend on how many rows
+are asked for.
 """
 
 import math

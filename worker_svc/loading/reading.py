@@ -83,7 +83,7 @@ class Reader:
         if run == stride:
             runs, run, stride = 1, runs * run, runs * stride
         if source_dtype == self._dtype and self._device.type == "cpu":
-            bytes_of = memoryview(flat.view(torch.uint8).numpy())
+            bytes_of = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
             for r in range(runs):
                 into = bytes_of[r * run * item : (r + 1) * run * item]
                 self._pread(stored, into, stored.begin + (r * stride + first) * item)

@@ -96,7 +96,8 @@ def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device) -> Ops:
     if device.type == "cuda":
         from worker_svc.cuda.ops import CudaOps  # Triton is not there on a machine without a GPU
 
-        return CudaOps(dtype, numerics)
+        ops: Ops = CudaOps(dtype, numerics)
+        return ops
     from worker_svc.ops.cpu import CpuOps
     from worker_svc.ops.invariance import probe
 

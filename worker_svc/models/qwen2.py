@@ -11,7 +11,7 @@ def read(config: Config) -> ModelSpec:
 
 
 def read_window(config: Config) -> int:
-    """Qwen configs name a window even where `use_sliding_window` is false; layers below `max_window_layers` have none."""
+    """Qwen configs name a window even where `use_sliding_window` is false; `layer_types` says which layers have it."""
     if not config.flag("use_sliding_window") or config.get("sliding_window") is None:
         return 0
     if config.get("layer_types") is None:

@@ -10,6 +10,7 @@ calls. What `row_linear` and `moe` return is handed to `add_rms_norm` and nowher
 Legend: T tokens of the step, R rows, D hidden size, H query heads, K kv heads, E head size (local to the rank).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ class HeadShape:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,8 @@ class CpuOps:
         x = x_TN.to(self.acc)
         squares = [(leaf * leaf).sum(-1, keepdim=True) for leaf in x.chunk(part.count, 1)]
         mean = fold_across(squares, part, group) / (x.shape[1] // part.count * part.total)
-        return (x * torch.rsqrt(mean + eps) * weight_N).to(x_TN.dtype)
+        normed: Tensor = x * torch.rsqrt(mean + eps) * weight_N
+        return normed.to(x_TN.dtype)
 
     def qkv_rope_write(
         self,
@@ -152,9 +153,9 @@ class CpuOps:
         if clip is not None:
             qkv_TN = qkv_TN.clamp(-clip, clip)
         qkv = qkv_TN.view(len(qkv_TN), -1, shape.head_dim)
-        turning, values = qkv.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), 1)
+        turning, values = torch.split(qkv, [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], 1)
         if norm is not None:
-            queries, keys = turning.split((shape.num_heads, shape.num_kv_heads), 1)
+            queries, keys = torch.split(turning, [shape.num_heads, shape.num_kv_heads], 1)
             turning = torch.cat((rms_norm(queries, norm.query, norm.eps), rms_norm(keys, norm.key, norm.eps)), 1)
         turning = turning.to(self.acc)
         swapped = torch.roll(turning, shape.head_dim // 2, -1)

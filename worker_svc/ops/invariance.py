@@ -172,7 +172,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up_TI: Tensor, acc: torch.dtype) -> Tensor:
-    """silu(gate) * up in the accumulator's type, rounded once. Not F.silu: its bits differ between vector body and tail."""
+    """silu(gate) * up in the accumulator's type, rounded once.
+
+    Not F.silu: its bits differ between the vector body and the tail.
+    """
     gate, up = gate_up_TI.chunk(2, -1)
     gate = gate.to(acc)
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up_TI.dtype)

@@ -1,8 +1,8 @@
 """The fold: in which order the leaves of a row-parallel sum are added, whatever the number of ranks.
 
 K of a row-parallel matmul is cut into L equal slices, the leaves. The fold is a tree fixed by L: an even number of
-leaves splits into halves, an odd one is added from the left. A rank holds consecutive leaves; where they are one node of the tree
-it sends their sum, else it sends each of them. Invariant: the expression depends on L alone.
+leaves splits into halves, an odd one is added from the left. A rank holds consecutive leaves; where they are one node
+of the tree it sends their sum, else it sends each of them. Invariant: the expression depends on L alone.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def fold(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def fold_across(leaves: Sequence[Tensor], part: LeafPart, group: Group) -> Tensor:
-    """The sum over all ranks' leaves: exchange, then add in order. `leaves`: this rank's, in the accumulator's dtype."""
+    """The sum over all ranks' leaves: exchange, then add in order. `leaves`: this rank's, in the accumulator's type."""
     if group.tp == 1:
         return fold(leaves)
     if part.is_node:

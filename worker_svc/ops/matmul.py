@@ -41,7 +41,7 @@ class CpuWeight:
 def onednn_available(dtype: torch.dtype) -> bool:
     """Whether torch's oneDNN entry points exist and take this type here."""
     ops = torch.ops.mkldnn
-    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")
 
@@ -71,7 +71,7 @@ def _tiled(x_MK: Tensor, weight: CpuWeight, tile: int) -> Tensor:
     padded = F.pad(x_MK, (0, 0, 0, -rows % tile)) if rows % tile else x_MK
     if padded.shape[0] == tile:
         return _product(padded, weight)[:rows]
-    return torch.cat([_product(part, weight) for part in padded.split(tile)])[:rows]
+    return torch.cat([_product(part, weight) for part in torch.split(padded, tile)])[:rows]
 
 
 def _product(x_MK: Tensor, weight: CpuWeight) -> Tensor:

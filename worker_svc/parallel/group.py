@@ -1,16 +1,17 @@
 """The tensor-parallel group of one epoch: how a rank's numbers reach the others.
 
-Knows stores and process groups; a group is an argument everywhere, never torch.distributed's global one, so two engines
-and two epochs fit in one process. Does not know what is sent. Invariant: data moves, nothing is added here (the order of
-sums is `ops/leaves.py`), except `all_reduce`, which `fast` numerics uses and `invariant` never does.
+Knows stores and process groups; a group is an argument everywhere, never torch.distributed's global one, so that two
+engines and two epochs fit in one process. Does not know what is sent. Invariant: data moves, nothing is added here (the
+order of sums is `ops/leaves.py`), except `all_reduce`, which `fast` numerics uses and `invariant` never does.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 
 class GroupLost(RuntimeError):
@@ -68,13 +69,11 @@ class GlooGroup:
         self.tp = tp
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
-        options = ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=hostname)]
         options._timeout = self._timeout
         try:
-            self._group: ProcessGroupGloo | None = ProcessGroupGloo(
-                PrefixStore(f"epoch-{epoch}", store), rank, tp, options
-            )
+            self._group: Any = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}", store), rank, tp, options)
         except RuntimeError as error:
             raise GroupLost(f"epoch {epoch}: rank {rank} could not join: {error}") from error
 
@@ -100,7 +99,7 @@ class GlooGroup:
     def close(self) -> None:
         self.abort()
 
-    def _run(self, start):  # type: ignore[no-untyped-def]
+    def _run(self, start: Callable[[Any], Any]) -> None:
         group = self._group
         if group is None:
             raise GroupLost("the group was aborted")
