@@ -4,6 +4,8 @@ Columns travel as packed little-endian bytes and are read without a copy. Decodi
 length does not fit its type, or ragged counts that do not add up, raise CodecError.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -186,8 +188,8 @@ def encode_result(result: step.StepResult) -> pb.StepResult:
 
 
 def decode_result(message: pb.StepResult, logits: step.Floats | None) -> step.StepResult:
-    ints = {name: _ints(getattr(message, name), name) for name in RESULT_INTS}
-    floats = {name: _floats(getattr(message, name), name) for name in RESULT_FLOATS}
+    ints: dict[str, Any] = {name: _ints(getattr(message, name), name) for name in RESULT_INTS}
+    floats: dict[str, Any] = {name: _floats(getattr(message, name), name) for name in RESULT_FLOATS}
     result = step.StepResult(
         message.epoch,
         message.seq,

@@ -176,7 +176,7 @@ class GroupConfig:
 
 
 class EpochLost(Exception):
-    """The group can run no further step: a rank died, hung, disagreed or refused. Join a new epoch and introduce again."""
+    """The group can run no further step: a rank died, hung, disagreed or refused. Join a new epoch, introduce again."""
 
 
 def step_digest(epoch: int, seq: int, token_ids: Int32s, logprobs: Float32s, failed_slots: Int32s) -> int:

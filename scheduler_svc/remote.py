@@ -137,7 +137,7 @@ class RemoteExecutor:
         (first,) = self._ask("Join", [codec.encode_join(config, 0, tp, "")], FORM_TIMEOUT_S)
         joins = [codec.encode_join(config, rank, tp, first.store_address) for rank in range(1, tp)]
         others = self._ask("Join", [None, *joins], FORM_TIMEOUT_S)
-        return min([config.num_blocks, *(reply.num_blocks for reply in others)])
+        return min(config.num_blocks, *(int(reply.num_blocks) for reply in (first, *others) if reply.num_blocks))
 
     def _ask(self, method: str, requests: Sequence[Message | None], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         """One call to each rank at once (a None request leaves its rank out); the replies in rank order."""
@@ -357,7 +357,7 @@ def _connect(number: int, address: str, credentials: grpc.ChannelCredentials | N
         if credentials is not None
         else grpc.insecure_channel(address, options)
     )
-    return _Rank(number, address, channel, worker_pb2_grpc.WorkerStub(channel))
+    return _Rank(number, address, channel, worker_pb2_grpc.WorkerStub(channel))  # type: ignore[no-untyped-call]
 
 
 def _differences(facts: Description, other: Description) -> str:

@@ -5,8 +5,6 @@ worker service and the embedded engine both start here.
 """
 
 import os
-import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from worker_svc.ops.invariance import NotInvariant, probe
 from worker_svc.parallel.group import GlooGroup, Group, SingleGroup, host_store, join_store
 from worker_svc.runner import Runner
 from worker_svc.sampling import warm_up
+from worker_svc.service import Rendezvous
 from worker_svc.spec import ModelRefused, ModelSpec, Shard, read_json
 
 CPU_KV_BYTES = 1 << 30  # for all ranks of a host together, where nobody says otherwise
@@ -67,7 +66,8 @@ def _load_runner(config: WorkerConfig) -> Runner:
     if config.device.startswith("cuda"):
         from worker_svc.cuda.runner import load_cuda_runner  # Triton is not there on a machine without a GPU
 
-        return load_cuda_runner(config, checked, model)
+        runner: Runner = load_cuda_runner(config, checked, model)
+        return runner
     from worker_svc.cpu_runner import CpuRunner
 
     warm_up()
@@ -168,12 +168,13 @@ class _OverGloo:
         return GlooGroup(self._store, self._config.rank, self._config.tp, group.epoch, group.step_timeout_s, self._host)
 
 
-def open_rendezvous(config: WorkerConfig, host: str, group: GroupConfig, store_address: str) -> "_Alone | _OverGloo":
+def open_rendezvous(config: WorkerConfig, host: str, group: GroupConfig, store_address: str) -> Rendezvous:
     """`host`: how the other ranks reach this one. Raises OSError, RuntimeError or ValueError."""
     if config.tp == 1:
         return _Alone()
     if config.device.startswith("cuda"):
         from worker_svc.cuda.group import open_nccl_rendezvous
 
-        return open_nccl_rendezvous(config, host, group, store_address)
+        meeting: Rendezvous = open_nccl_rendezvous(config, host, group, store_address)
+        return meeting
     return _OverGloo(config, host, group, store_address)

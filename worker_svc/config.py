@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class WorkerConfig:
     tp: int = 1
     device: str = "cpu"
     dtype: str | None = None
-    numerics: str = "invariant"
+    numerics: Literal["invariant", "fast"] = "invariant"
     threads: int = 1
     kv_memory_bytes: int | None = None
 

@@ -64,7 +64,7 @@ def serve(config: WorkerConfig, where: ServeConfig) -> None:
         options=codec.WORKER_CHANNEL_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )
-    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     address = _bind(server, where)
     server.start()
@@ -82,7 +82,7 @@ def serve(config: WorkerConfig, where: ServeConfig) -> None:
         server.stop(grace=0.5).wait()
 
 
-class _RefuseStrangers(grpc.ServerInterceptor):
+class _RefuseStrangers(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Every call but those of the health service carries the secret."""
 
     def __init__(self, secret: str) -> None:
@@ -121,7 +121,7 @@ def _bind(server: grpc.Server, where: ServeConfig) -> str:
             port = server.add_insecure_port(where.listen)
         else:
             certificate, key, authority = (path.read_bytes() for path in where.tls)
-            credentials = grpc.ssl_server_credentials(((key, certificate),), authority, require_client_auth=True)
+            credentials = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
             port = server.add_secure_port(where.listen, credentials)
     except RuntimeError as error:
         _exit(EXIT_PORT_TAKEN, f"cannot listen on {where.listen}: {error}")

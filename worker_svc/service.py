@@ -182,7 +182,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self.close()
 
     def _claim(self, context: grpc.ServicerContext) -> _Joined:
-        text = dict(context.invocation_metadata()).get(EPOCH_KEY, "")
+        text = _metadata(context, EPOCH_KEY)
         with self._lock:
             joined = self._joined
             if joined is None or text != str(joined.epoch):
@@ -201,7 +201,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _shared(self, joined: _Joined, context: grpc.ServicerContext) -> LogitsSegment | None:
         """Memory for this stream's logits, if the scheduler can open it."""
         identity = host_identity()
-        if self._rank or not identity or dict(context.invocation_metadata()).get(HOST_KEY) != identity:
+        if self._rank or not identity or _metadata(context, HOST_KEY) != identity:
             return None
         assert self._executor is not None
         row_bytes = 8 * self._executor.describe().vocab_size  # float64 is the widest
@@ -235,6 +235,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     )
                 )
         yield pb.StepReply(result=codec.encode_result(result))
+
+
+def _metadata(context: grpc.ServicerContext, key: str) -> str:
+    value = dict(context.invocation_metadata()).get(key, "")
+    return value if isinstance(value, str) else value.decode(errors="replace")
 
 
 def _refuse(context: grpc.ServicerContext, message: str) -> NoReturn:
