@@ -112,10 +112,10 @@ class Committer:
             return []
         rows, slots = self._residency.rows, step.sampling(step.slots)
         asking = np.flatnonzero(step.logits)
-        at = asking if self._residency.config.sample_at_scheduler else np.arange(len(asking))
+        assert len(result.logits) == len(asking), f"{len(result.logits)} rows of logits; {len(asking)} were asked for"
         return [
             LogitsRow(int(rows.key[slots[row]]), int(rows.choice[slots[row]]), result.logits[line])
-            for row, line in zip(asking.tolist(), at.tolist())
+            for line, row in enumerate(asking.tolist())
             if alive is None or alive[row]
         ]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from scheduler_svc.core.sequence import Phase, Sequence
 
-_Entry = tuple[float, int, Sequence]
+_Entry = tuple[float, int, int, Sequence]  # rank, order, stamp
 
 
 class WaitingQueue:
@@ -22,7 +22,8 @@ class WaitingQueue:
         self._fair = fair_tenants
         self._heaps: dict[str, list[_Entry]] = {}
         self._parked: dict[bytes, list[Sequence]] = {}
-        self._where: dict[int, bytes | None] = {}  # order -> digest it is parked on
+        self._where: dict[int, int | bytes] = {}  # order -> stamp of its entry in a heap, or digest it is parked on
+        self._next_stamp = 0
         self.service: dict[str, float] = {}  # tokens given to each tenant
         self.num_tokens = 0
 
@@ -43,14 +44,13 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         for heap in self._heaps.values():
-            yield from (entry[2] for entry in heap if self._stands(entry))
+            yield from (entry[3] for entry in heap if self._stands(entry))
         for parked in self._parked.values():
             yield from parked
 
     def push(self, sequence: Sequence) -> None:
         """The sequence waits, at its place by priority and age."""
         assert sequence.phase is Phase.WAITING and sequence.order not in self._where
-        self._where[sequence.order] = None
         self.num_tokens += len(sequence.tokens)
         self._enqueue(sequence)
 
@@ -63,13 +63,13 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence waits no more: it runs, or has ended."""
-        digest = self._where.pop(sequence.order)
+        place = self._where.pop(sequence.order)
         self.num_tokens -= len(sequence.tokens)
-        if digest is not None:
-            parked = self._parked[digest]
+        if isinstance(place, bytes):
+            parked = self._parked[place]
             parked.remove(sequence)
             if not parked:
-                del self._parked[digest]
+                del self._parked[place]
 
     def park(self, sequence: Sequence, digest: bytes) -> None:
         """Pass the sequence over until `wake(digest)`."""
@@ -80,7 +80,6 @@ class WaitingQueue:
         if self._parked:
             for digest in digests:
                 for sequence in self._parked.pop(digest, ()):
-                    self._where[sequence.order] = None
                     self._enqueue(sequence)
 
     def wake_all(self) -> None:
@@ -101,16 +100,19 @@ class WaitingQueue:
             floor = min((self.service.get(name, 0.0) for name in self._heaps), default=0.0)
             self.service[tenant] = max(self.service.get(tenant, 0.0), floor)
             heap = self._heaps[tenant] = []
-        heapq.heappush(heap, (age - request.priority, sequence.order, sequence))
+        self._where[sequence.order] = stamp = self._next_stamp
+        self._next_stamp += 1
+        heapq.heappush(heap, (age - request.priority, sequence.order, stamp, sequence))
 
     def _top(self, tenant: str) -> Sequence | None:
         heap = self._heaps.get(tenant)
         while heap:
             if self._stands(heap[0]):
-                return heap[0][2]
+                return heap[0][3]
             heapq.heappop(heap)
         self._heaps.pop(tenant, None)
         return None
 
     def _stands(self, entry: _Entry) -> bool:
-        return self._where.get(entry[1], b"") is None
+        """A heap keeps entries of sequences that have gone, or gone and come back, until they are at its top."""
+        return self._where.get(entry[1]) == entry[2]

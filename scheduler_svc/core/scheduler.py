@@ -106,7 +106,8 @@ class Scheduler:
             sequence = Sequence(request, choice, self._next_order, tokens, stop_set, stop_ids, arrival)
             self._next_order += 1
             live.sequences.append(sequence)
-            if not self._finished_already(sequence, tokens[len(prompt) :]):
+        for sequence in list(live.sequences):
+            if not self._finished_already(sequence, sequence.tokens[len(prompt) :]):
                 self._residency.queue.push(sequence)
 
     def cancel(self, key: int, now: float, choice: int | None = None) -> None:

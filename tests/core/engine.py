@@ -42,6 +42,7 @@ class Bench:
         )
         self.told: dict[tuple[int, int], Told] = {}
         self.requests: dict[int, Request] = {}
+        self.stopped: set[tuple[int, int]] = set()  # choices that a test ended by `stop`
         self.waiting: deque[StepResult] = deque()
         self.now = 0.0
         self.check = check

@@ -57,6 +57,8 @@ def solo(request: Request, choice: int = 0, vocab: int = V) -> tuple[list[int], 
     known = request.prompt.tolist() + (request.resume[choice].tolist() if request.resume else [])
     output = known[len(request.prompt) :]
     stops = request.eos_ids | request.stop_token_ids
+    if output and output[-1] in stops and len(output) > request.sampling.min_tokens:
+        return output, "stop"
     h = context = 0
     done = 0
     while len(output) < request.max_tokens:
@@ -99,7 +101,7 @@ class FakeExecutor:
         self.batches: list[StepBatch] = []
         self.keep_batches = False
         self.results: deque[StepResult] = deque()
-        self._drawn: dict[int, np.ndarray] = {}
+        self._drawn: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -127,8 +129,9 @@ class FakeExecutor:
 
     def sample(self, result: StepResult) -> StepResult:
         """What host sampling makes of a result that holds logits only."""
-        token_ids = self._drawn.pop(result.seq)
-        return replace(result, token_ids=token_ids, logprobs=np.zeros(len(token_ids), np.float32))
+        token_ids, logprobs, asking = self._drawn.pop(result.seq)
+        logits = result.logits[asking] if result.logits is not None and asking.any() else None
+        return replace(result, token_ids=token_ids, logprobs=logprobs, logits=logits)
 
     def _write(self, blocks: np.ndarray, offsets: np.ndarray, values: np.ndarray, cached: np.ndarray) -> None:
         """Cells of positions that the row found in the cache are computed and not written."""
@@ -208,7 +211,8 @@ class FakeExecutor:
         failed_slots = np.array(failed, np.int32)
         drawn = NO_INTS if self.sample_at_scheduler else ids
         if self.sample_at_scheduler:
-            self._drawn[batch.seq] = ids
+            asking = np.array([row.sampling.return_logits for row, _slot in sampling], bool)
+            self._drawn[batch.seq] = ids, logprobs, asking
         else:
             self.table.drawn(plan, ids)
         return StepResult(

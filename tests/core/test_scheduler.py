@@ -47,7 +47,7 @@ def test_stop_ids_end_a_choice_after_min_tokens(depth):
 
 def test_refusals_leave_nothing():
     bench = Bench(num_blocks=4, block_size=4, max_seq_len=64, max_queue=2, max_num_seqs=1)
-    with pytest.raises(NeverFits, match="need 5 KV blocks.*there are 4"):
+    with pytest.raises(NeverFits, match=r"need 5 KV blocks.*there are 4"):
         bench.submit(10, max_tokens=8)
     with pytest.raises(NeverFits, match="65 tokens; the context holds 64"):
         bench.submit(60, max_tokens=5)
