@@ -25,8 +25,8 @@ from worker_svc import launch
 
 READY_MARK = "lockstep-scheduler: serving"  # how the scheduler's line on stdout begins once its health is SERVING
 SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
-PROBE_EVERY_S = 1.0
-FROZEN_AFTER_S = 2.0  # a child that is stopped (SIGSTOP) for this long is replaced
+PROBE_EVERY_S = 0.5
+FROZEN_AFTER_S = 1.5  # a child that is stopped (SIGSTOP) for this long is replaced
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)  # after so many short lives in a row
 SHORT_LIFE_S = 10.0
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL of a worker, which has nothing to finish

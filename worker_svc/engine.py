@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 from protos.step import Description, EpochLost, GroupConfig, StepBatch, StepResult, step_digest
-from worker_svc.parallel.group import Group, SingleGroup
+from worker_svc.parallel.group import Group, GroupLost, SingleGroup
 from worker_svc.runner import Pending, Runner
 
 logger = logging.getLogger(__name__)
@@ -131,8 +131,10 @@ class _Epoch:
     def _end_at(self, seq: int, error: Exception) -> EpochLost:
         lost = self.ended
         if lost is None:
-            logger.error("epoch %d: step %d failed: %r", self.config.epoch, seq, error, exc_info=error)
-            self.end(f"step {seq} failed: {error!r}")
+            # a rank that is gone is news about the network; anything else is about this code
+            trace = None if isinstance(error, GroupLost) else error
+            logger.error("epoch %d: step %d failed: %s", self.config.epoch, seq, error, exc_info=trace)
+            self.end(f"step {seq} failed: {type(error).__name__}: {error}")
             lost = self.ended
         assert lost is not None
         return lost

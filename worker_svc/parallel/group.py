@@ -6,6 +6,7 @@ order of sums is `ops/leaves.py`), except `all_reduce`, which `fast` numerics us
 """
 
 from collections.abc import Callable
+import socket
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -110,9 +111,20 @@ class GlooGroup:
 
 
 def host_store(hostname: str, timeout_s: float) -> TCPStore:
-    """The rendezvous store of one epoch, hosted in this process on a port of the system's choice (`store.port`)."""
+    """The rendezvous store of one epoch, hosted in this process on a port of the system's choice (`store.port`).
+
+    TCPStore by itself listens on every address of the host; this one only where the other ranks are told to come.
+    """
+    listening = socket.create_server((hostname, 0))
+    port = listening.getsockname()[1]
     return TCPStore(
-        hostname, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), multi_tenant=False
+        hostname,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=False,
+        master_listen_fd=listening.detach(),  # the store closes it
     )
 
 
