@@ -8,18 +8,19 @@ Exit codes: 0 after a drain; 1 when the engine process ended; 2 for options that
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
 from scheduler_svc import limits, logs
-from scheduler_svc.engine_process import EngineProcess, EngineStart
+from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
 from scheduler_svc.front_end import FrontEnd
 from scheduler_svc.loop import EngineConfig
 from scheduler_svc.messages import EngineState, Notice
@@ -35,6 +36,9 @@ READY_MARK = "lockstep-scheduler: serving"  # lockstep-up waits for it
 WORKER_SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
 EXIT_ENGINE, EXIT_OPTIONS, EXIT_PORT, EXIT_AT_ONCE = 1, 2, 3, 130
 LAST_WORDS_S = 2.0  # for final events on their way out
+
+
+MakeEngine = Callable[[Callable[[Sequence[Notice]], object], Callable[[int], object]], Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +155,15 @@ def _metrics_address(options: argparse.Namespace, usage: argparse.ArgumentParser
 
 
 class SchedulerServer:
-    """The running service of one event loop. `run` returns the exit code."""
+    """The running service of one event loop. `run` returns the exit code; `stop` is what a signal does.
 
-    def __init__(self, config: SchedulerConfig, start: EngineStart) -> None:
+    Args:
+        make_engine: starts the engine, which calls back from threads of its own: EngineProcess or EngineThread.
+    """
+
+    def __init__(self, config: SchedulerConfig, make_engine: MakeEngine) -> None:
         self._config = config
-        self._start = start
+        self._make_engine = make_engine
         self._signals = 0
         self._ending = asyncio.Event()
         self._idle = asyncio.Event()
@@ -163,7 +171,7 @@ class SchedulerServer:
         self._announced = False
         self.port = 0
 
-    async def run(self) -> int:
+    async def run(self, handle_signals: bool = True) -> int:
         loop = asyncio.get_running_loop()
         metrics = Metrics()
         self._front = front = FrontEnd(lambda command: self._engine.send(command), metrics, self._config.tokenizer)
@@ -180,13 +188,13 @@ class SchedulerServer:
                 serve_metrics(metrics, *self._config.metrics)
             except OSError as error:
                 return _complain(f"metrics port {self._config.metrics[1]}: {error.strerror}", EXIT_PORT)
-        self._engine = EngineProcess(
-            self._start,
-            on_notices=lambda notices: loop.call_soon_threadsafe(self._handle, notices),
-            on_end=lambda code: loop.call_soon_threadsafe(self._engine_ended, code),
+        self._engine = self._make_engine(
+            lambda notices: loop.call_soon_threadsafe(self._handle, notices),
+            lambda code: loop.call_soon_threadsafe(self._engine_ended, code),
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        if handle_signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
         await self._health.set()
         await self._server.start()
         logger.info("listening on %s, waiting for %d workers", self._config.listen, len(self._config.workers.addresses))
@@ -246,7 +254,8 @@ class SchedulerServer:
         self._exit_code = self._exit_code or exit_code
         self._ending.set()
 
-    def _on_signal(self) -> None:
+    def stop(self) -> None:
+        """Drain and end; called again: end at once."""
         self._signals += 1
         if self._signals > 1:
             logger.warning("second signal: ending at once")
@@ -286,9 +295,10 @@ def run(config: SchedulerConfig, start: EngineStart) -> int:
     """Serve until a signal; the exit code."""
     import uvloop
 
+    make_engine = functools.partial(EngineProcess, start)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(SchedulerServer(config, start).run())
+            return runner.run(SchedulerServer(config, make_engine).run())
         except OSError as error:  # a certificate that cannot be read
             return _complain(str(error), EXIT_OPTIONS)
 

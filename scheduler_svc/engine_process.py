@@ -53,6 +53,10 @@ class Engine(Protocol):
         """End the loop and wait for it."""
         ...
 
+    def kill(self) -> None:
+        """For those who cannot wait."""
+        ...
+
 
 class EngineProcess:
     """Starts the child. `on_notices` and `on_end` are called on this handle's reader thread.
@@ -96,7 +100,6 @@ class EngineProcess:
         self._unhandled.release()
 
     def kill(self) -> None:
-        """For those who cannot wait."""
         self._closing = True
         self._child.kill()
 
@@ -163,6 +166,9 @@ class EngineThread:
     def close(self) -> None:
         self._inbox.put(Close())
         self._thread.join(CLOSE_S)
+
+    def kill(self) -> None:
+        self._inbox.put(Close())
 
     def _run(self) -> None:
         try:

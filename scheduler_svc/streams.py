@@ -13,7 +13,7 @@ from google.rpc.status_pb2 import Status
 from numpy.typing import NDArray
 
 from protos import generation_pb2 as pb
-from protos.step import Float32s, Floats, Int32s
+from protos.step import NO_FLOATS, NO_INTS, Float32s, Floats, Int32s
 from scheduler_svc import limits, statuses
 from scheduler_svc.core.events import Finished, FinishReason, PromptScores
 from scheduler_svc.text import ChoiceText
@@ -122,6 +122,7 @@ class Stream:
         self._vocab_size = vocab_size
         self._started = False
         self._scores: list[PromptScores] = []
+        self._owes_scores = self.request.prompt_logprobs is not None
         self._left = len(choices)
 
     @property
@@ -159,12 +160,17 @@ class Stream:
         events: list[pb.GenerateEvent] = []
         for choice in self.choices:
             if choice.has_news():
-                if not self._started:
-                    events += self._start(choice.index)
-                events += choice.take(self._vocab_size * 8)
+                news = list(choice.take(self._vocab_size * 8))
+                if choice.index == 0 and self._owes_scores:
+                    # They end in the first event with a token; only scores that are too large for it go ahead.
+                    *ahead, last = self._take_scores()
+                    news[0].prompt_logprobs.extend(last)
+                    events += [pb.GenerateEvent(prompt_logprobs=entries) for entries in ahead]
+                events += news
         self.unread_bytes = 0
         if events and not self._started:
             self._started = True
+            events[0].request_id = self.request.request_id
             events[0].started.CopyFrom(self._describe())
         if events and self._left == 0:
             events[-1].usage.CopyFrom(self.usage())
@@ -186,14 +192,14 @@ class Stream:
             prompt_tokens=len(self.request.prompt),
         )
 
-    def _start(self, index: int) -> list[pb.GenerateEvent]:
-        """The prompt's scores, which travel as choice 0's before anything else."""
-        if self.request.prompt_logprobs is None or not self._scores:
-            return []
-        k = self.request.prompt_logprobs
-        logprobs = np.concatenate([scores.logprobs for scores in self._scores])
-        ids = np.concatenate([scores.alternative_ids for scores in self._scores]).reshape(len(logprobs), k)
-        values = np.concatenate([scores.alternative_logprobs for scores in self._scores]).reshape(len(logprobs), k)
+    def _take_scores(self) -> list[list[pb.PromptLogprob]]:
+        """The prompt's scores, cut into lists that a message can carry."""
+        self._owes_scores = False
+        k = self.request.prompt_logprobs or 0
+        logprobs = np.concatenate([NO_FLOATS, *(scores.logprobs for scores in self._scores)])
+        ids = np.concatenate([NO_INTS, *(scores.alternative_ids for scores in self._scores)])
+        values = np.concatenate([NO_FLOATS, *(scores.alternative_logprobs for scores in self._scores)])
+        ids, values = ids.reshape(len(logprobs), k), values.reshape(len(logprobs), k)
         self._scores.clear()
         entries = [pb.PromptLogprob()]  # nothing comes before the first token, so it has no score
         for logprob, entry_ids, entry_values in zip(logprobs.tolist(), ids, values):
@@ -201,7 +207,7 @@ class Stream:
             _add_alternatives(entry, entry_ids, entry_values)
             entries.append(entry)
         step = max(1, limits.MAX_EVENT_BYTES // (_PIECE_COST * (k + 1)))
-        return [pb.GenerateEvent(prompt_logprobs=entries[at : at + step]) for at in range(0, len(entries), step)]
+        return [entries[at : at + step] for at in range(0, len(entries), step)]
 
 
 def _add_alternatives(
