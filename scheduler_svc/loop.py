@@ -339,6 +339,9 @@ class EngineLoop:
                 formed = self._join(last_epoch, facts)
             except EpochLost as lost:
                 self._inbox.put(_NotFormed(str(lost)))
+            except ValueError as error:  # options that the model does not allow
+                self._inbox.put(_NotFormed(str(error), fatal=True))
+                return
             except Exception as error:
                 logger.exception("forming a group failed")
                 self._inbox.put(_NotFormed(f"forming a group failed: {error!r}", fatal=True))

@@ -71,8 +71,8 @@ class Pseudo:
         self.max_position_embeddings, self.num_blocks = max_position_embeddings, num_blocks
         self.fingerprint = {"numerics": "pseudo 1", "device": "test"}
         self.poisoned = {}  # prompt -> output index whose logits hold a NaN
-        self.gate = threading.Event()  # cleared: steps wait
-        self.gate.set()
+        self._permits = threading.Semaphore(0)
+        self._held = False
         self.down = False  # nobody answers
         self.on_lost = None
         self.joins = []
@@ -124,6 +124,17 @@ class Pseudo:
         self._steps.put((batch, future))
         return future
 
+    def hold(self):
+        """From now on a step runs only when it is allowed."""
+        self._held = True
+
+    def allow(self, steps):
+        self._permits.release(steps)
+
+    def go(self):
+        self._held = False
+        self._permits.release(100)
+
     def lose(self, reason="rank 1 died"):
         """The group falls now; it cannot be formed again while `down`."""
         epoch, self._epoch = self._epoch, 0
@@ -136,7 +147,8 @@ class Pseudo:
     def _run(self):
         while True:
             batch, future = self._steps.get()
-            self.gate.wait()
+            if self._held:
+                self._permits.acquire()
             if self.step_s:
                 time.sleep(self.step_s)
             if batch.epoch != self._epoch:

@@ -45,7 +45,7 @@ class Served:
         return self
 
     def __exit__(self, *_):
-        self.model.gate.set()
+        self.model.go()
         self.channel.close()
         if self._thread.is_alive():
             self.stop()
