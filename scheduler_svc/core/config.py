@@ -19,6 +19,7 @@ class CoreConfig:
         model_version: tells the blocks of one set of weights from another's.
         ageing_s: waiting this long is worth one level of priority. 0: priorities are absolute.
         fair_tenants: tenants take turns by the tokens they were given; priorities then order within a tenant.
+        forecast: admit only what is seen to fit to its end; off: what fits now.
         watermark: share of the pool that admission leaves free while something runs.
         epoch: of the first batch.
     """
@@ -36,6 +37,7 @@ class CoreConfig:
     model_version: str = ""
     ageing_s: float = 60.0
     fair_tenants: bool = False
+    forecast: bool = True
     watermark: float = 0.0
     epoch: int = 1
 

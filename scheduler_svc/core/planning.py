@@ -8,7 +8,7 @@ always gets on.
 import numpy as np
 
 from protos.step import NO_INTS, StepBatch
-from scheduler_svc.core.admission import Outlook, peak_blocks
+from scheduler_svc.core.admission import Outlook
 from scheduler_svc.core.batching import Chunk, Draft, Step, extension, first_share, step_columns
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.rows import DECODE, LEAVING, PREFILL, Bools, Int64s
@@ -168,21 +168,39 @@ class Planner:
         return last
 
     def _fits(self, sequence: Sequence, found: list[int], num_computed: int, count: int, budget: int) -> bool:
-        """Its first chunk fits now and, as far as lengths are known, all of it will without preempting anyone."""
+        """Its first chunk fits now and, as far as lengths are known, the rest will, or is worth a preemption."""
         pool, config = self._residency.pool, self._config
         now = max(0, -(-(num_computed + count) // config.block_size) - len(found))
         revived = int((pool.references[found] == 0).sum()) if found else 0
+        sequence.expected_waste = 0
         if now + revived > pool.num_available:
             return False
-        if not self._residency.rows.num_live:
+        if not (self._residency.rows.num_live and config.forecast):
             return True
         if pool.num_available - now - revived < config.watermark * pool.num_blocks:
             return False
-        steps = -(-(sequence.to_compute - num_computed) // budget)
-        last = steps - 1 + max(0, sequence.limit - 1 - sequence.to_compute) + config.pipeline_depth - 1
-        outlook, shared = self._outlook(budget)
-        outlook = outlook.plus(sequence.to_compute - steps, last, len(found))
-        return shared + revived + peak_blocks(outlook, config.block_size) <= pool.num_blocks
+        target = sequence.to_compute
+        steps = -(-(target - num_computed) // budget)
+        last = steps - 1 + max(0, sequence.limit - 1 - target) + config.pipeline_depth - 1
+        others, shared = self._outlook(budget)
+        spare = pool.num_blocks - shared - revived
+        all_of_them = others.plus(target - steps, last, len(found))
+        fills_at = all_of_them.fills_at(spare, config.block_size)
+        if fills_at is None:
+            return True
+        gain = fills_at - steps + 1
+        times, usage = others.usage_at_endings(config.block_size)
+        kept = spare - int(usage[times >= fills_at].max(initial=0)) if config.prefix_cache else 0
+        waste = max(0, target + gain - max(0, kept) * config.block_size)
+        if gain <= 0 or not self._residency.ledger.allows(gain, waste, self._work_ahead()):
+            return False
+        sequence.expected_waste = waste
+        return True
+
+    def _work_ahead(self) -> int:
+        rows, queue = self._residency.rows, self._residency.queue
+        slots = np.flatnonzero(rows.phase)
+        return int((rows.limit[slots] - rows.scheduled[slots]).sum()) + queue.num_tokens + queue.num_output_tokens
 
     def _outlook(self, budget: int) -> tuple[Outlook, int]:
         """The running rows for the forecast, and how many blocks are in use beside their own."""
@@ -296,7 +314,6 @@ class Planner:
             num_prompt = chunk.sequence.num_prompt
             rows.scheduled[slot] = end
             counters.scheduled_prompt_tokens += min(end, num_prompt) - min(chunk.start, num_prompt)
-            counters.scheduled_tokens += chunk.count
             if chunk.samples:
                 self._residency.rows.set_phase(chunk.sequence, Phase.DECODE)
                 if not self._config.sample_at_scheduler:
@@ -307,8 +324,10 @@ class Planner:
                 done.append(chunk.sequence)
         for sequence in done:
             self._residency.leave(sequence, preempted=False)
+        num_tokens = len(decoding) + sum(chunk.count for chunk in chunks)
         counters.steps += 1
-        counters.scheduled_tokens += len(decoding)
+        counters.scheduled_tokens += num_tokens
+        self._residency.ledger.add_work(num_tokens)
 
 
 def _seniority(sequence: Sequence) -> tuple[int, int]:

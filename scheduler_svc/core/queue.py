@@ -26,6 +26,7 @@ class WaitingQueue:
         self._next_stamp = 0
         self.service: dict[str, float] = {}  # tokens given to each tenant
         self.num_tokens = 0
+        self.num_output_tokens = 0  # that all of them may still generate
 
     @property
     def num_sequences(self) -> int:
@@ -52,6 +53,7 @@ class WaitingQueue:
         """The sequence waits, at its place by priority and age."""
         assert sequence.phase is Phase.WAITING and sequence.order not in self._where
         self.num_tokens += len(sequence.tokens)
+        self.num_output_tokens += sequence.limit - len(sequence.tokens)
         self._enqueue(sequence)
 
     def head(self) -> Sequence | None:
@@ -65,6 +67,7 @@ class WaitingQueue:
         """The sequence waits no more: it runs, or has ended."""
         place = self._where.pop(sequence.order)
         self.num_tokens -= len(sequence.tokens)
+        self.num_output_tokens -= sequence.limit - len(sequence.tokens)
         if isinstance(place, bytes):
             parked = self._parked[place]
             parked.remove(sequence)

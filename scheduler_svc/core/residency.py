@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 
 from protos.step import Int32s
+from scheduler_svc.core.admission import Ledger
 from scheduler_svc.core.batching import Step
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.prefix_cache import PrefixIndex, extend_chain, root_digest
@@ -29,6 +30,7 @@ class Residency:
         self.queue = WaitingQueue(config.ageing_s, config.fair_tenants)
         self.stops = StopTable()
         self.counters = Counters()
+        self.ledger = Ledger(window=8 * config.num_blocks * config.block_size)
         self.in_flight: deque[Step] = deque()
         self.next_seq = 0
         self.leaving: list[Sequence] = []  # in order of leaves_after
@@ -52,6 +54,9 @@ class Residency:
         needed = -(-(num_computed + num_new) // self.config.block_size) - len(found)
         blocks = np.concatenate((adopted, self.pool.allocate(max(0, needed))))
         self.queue.remove(sequence)
+        again = max(0, sequence.num_done - num_computed)
+        self.counters.recomputed_tokens += again
+        self.ledger.waste += again + sequence.expected_waste
         to_compute = sequence.to_compute
         self.rows.occupy(sequence, blocks, len(found), num_computed, len(found) * self.config.block_size)
         self.stops.add(sequence.stop_ids)
@@ -126,7 +131,7 @@ class Residency:
         slot = sequence.slot
         self.acknowledge(sequence)
         tokens, blocks = self.rows.known_tokens(slot), self.rows.blocks(slot).copy()
-        self.counters.recomputed_tokens += int(self.rows.computed[slot])
+        sequence.num_done = int(self.rows.computed[slot])
         self._vacate(sequence)
         self.pool.release(blocks)
         sequence.tokens, sequence.phase, sequence.preempted = tokens, Phase.WAITING, False
@@ -173,7 +178,6 @@ class Residency:
             sequence = self.rows.sequences[slot]
             assert sequence is not None
             self._give_up_lead(sequence, sequence.pending)
-            self.counters.recomputed_tokens += int(self.rows.computed[slot])
             self.rows.computed[slot] = 0
             self.requeue(sequence)
         self.to_retire.clear()
@@ -195,4 +199,6 @@ class Residency:
 
     def _vacate(self, sequence: Sequence) -> None:
         self.stops.remove(sequence.stop_ids)
+        self.ledger.waste -= sequence.expected_waste  # what it came to is counted when it starts again
+        sequence.expected_waste = 0
         self.rows.vacate(sequence)

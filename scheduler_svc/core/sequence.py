@@ -45,6 +45,8 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens found at the first admission
     reserved: int = 0  # tokens charged to its tenant
     preemptions: int = 0
+    num_done: int = 0  # tokens that had keys and values when it was last preempted
+    expected_waste: int = 0  # tokens that admission expects to compute again, since it will not fit to its end
     next_score: int = 1  # prompt token whose score the caller gets next
     asked_scores: bool = False  # this stay's introduction asked for prompt scores
     chain: list[bytes] = field(default_factory=list)  # digests of its full blocks
@@ -77,10 +79,6 @@ class Sequence:
     def to_compute(self) -> int:
         """Tokens of a waiting sequence that need keys and values before it decodes; the last score needs one fewer."""
         return self.num_prompt - 1 if self.scores_only else len(self.tokens)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return len(self.tokens)
 
     def forget_tokens(self) -> None:
         self.tokens = NO_INTS

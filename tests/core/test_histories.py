@@ -27,6 +27,7 @@ def random_bench(rng: np.random.Generator, **options) -> Bench:
         prefix_cache=bool(rng.random() < 0.8),
         ageing_s=float(rng.choice([0, 5, 50])),
         fair_tenants=bool(rng.random() < 0.3),
+        forecast=bool(rng.random() < 0.6),
         watermark=float(rng.choice([0, 0.1])),
         poisoned=lambda name, index: hash_of(name) % 19 == 0 and index >= 2,
         **options,
