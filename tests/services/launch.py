@@ -1,0 +1,22 @@
+"""The scheduler as its command runs it, engine process and all, over the pseudo-model: `python -m tests.services.launch
+FOLDER STEP_S [flags of lockstep-scheduler]`.
+"""
+
+import functools
+import sys
+
+from scheduler_svc import app, logs
+from scheduler_svc.engine_process import EngineStart
+from tests.services.pseudo import Pseudo
+
+
+def main():
+    folder, step_s, *flags = sys.argv[1:]
+    config, options = app.configure(["--workers", "pseudo:1", *flags])
+    logs.set_up("lockstep-scheduler", options.log_format)
+    make_executor = functools.partial(Pseudo, folder, step_s=float(step_s))
+    raise SystemExit(app.run(config, EngineStart(config.engine, make_executor)))
+
+
+if __name__ == "__main__":
+    main()
