@@ -6,6 +6,7 @@ Invariant: a `Numerics` that `probe` returns passed every question asked here, o
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,10 +51,20 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class _threads_restored(ContextDecorator):
+    """Every question tries several thread counts, and must leave the next one the count that it found."""
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
+
+
 @cache
 def probe(dtype: torch.dtype) -> Numerics:
     """Choose paths for weights of this type. Raises NotInvariant. Takes under 0.3 s on two cores; cached."""
-    with torch.inference_mode(), _threads_restored():
+    with torch.inference_mode():
         path = next((path for path in _candidates(dtype) if matmul_is_invariant(dtype, path)), None)
         across_tp = path is not None
         if path is None and dtype == torch.float64:  # for tests: their tolerance across tp is 1e-12, not 0
@@ -80,6 +91,7 @@ def _candidates(dtype: torch.dtype) -> Iterator[MatmulPath]:
             yield MatmulPath(library, tile, row_tile=tile)  # type: ignore[arg-type]
 
 
+@_threads_restored()
 def matmul_is_invariant(
     dtype: torch.dtype,
     path: MatmulPath,
@@ -120,6 +132,7 @@ def _attention(dtype: torch.dtype) -> tuple[int, bool]:
     raise NotInvariant(f"batched products depend on the batch in {dtype} on this machine")
 
 
+@_threads_restored()
 def _attention_rows_agree(dtype: torch.dtype, multiple: int, heights: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(2)
     threads = torch.get_num_threads()
@@ -143,6 +156,7 @@ def _attention_rows_agree(dtype: torch.dtype, multiple: int, heights: tuple[int,
     return True
 
 
+@_threads_restored()
 def _elementwise(dtype: torch.dtype) -> dict[str, bool]:
     """Norm, activation and exponential: a row alone against the row among others, over odd widths and both threads."""
     generator = torch.Generator().manual_seed(3)
@@ -179,11 +193,3 @@ def silu_mul(gate_up_TI: Tensor, acc: torch.dtype) -> Tensor:
     gate, up = gate_up_TI.chunk(2, -1)
     gate = gate.to(acc)
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up_TI.dtype)
-
-
-class _threads_restored:
-    def __enter__(self) -> None:
-        self._threads = torch.get_num_threads()
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._threads)
