@@ -31,6 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: all cores")
     parser.add_argument("--kv-memory", type=float, metavar="GIB", help="for the KV cache; default: what is sane")
     parser.add_argument(
+        "--random-weights", type=int, metavar="SEED", help="draw weights on the device; --model needs a config only"
+    )
+    parser.add_argument(
         "--advertise", metavar="HOST", help="how the other ranks reach this one; default: the host of --listen"
     )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="with --tls-key and --tls-ca: mutual TLS")
@@ -69,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             numerics=options.numerics,
             threads=threads,
             kv_memory_bytes=None if options.kv_memory is None else int(options.kv_memory * 2**30),
+            random_weights=options.random_weights,
         ),
         ServeConfig(
             listen=options.listen,

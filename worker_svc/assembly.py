@@ -35,7 +35,7 @@ class Refused(ValueError):
 def check(config: WorkerConfig) -> None:
     """What headers, index and devices alone can tell. Raises Refused."""
     try:
-        checked = check_snapshot(config.model, config.tp)
+        checked = check_snapshot(config.model, config.tp, weights=config.random_weights is None)
         resolve_dtype(config.dtype or "auto", checked.spec)
     except ModelRefused as refusal:
         raise Refused(f"{config.model}: {refusal}") from refusal
@@ -53,7 +53,7 @@ def load_executor(config: WorkerConfig) -> LocalExecutor:
 
 
 def _load_runner(config: WorkerConfig) -> Runner:
-    checked = check_snapshot(config.model, config.tp)
+    checked = check_snapshot(config.model, config.tp, weights=config.random_weights is None)
     dtype = resolve_dtype(config.dtype or "auto", checked.spec)
     model = load_model(
         config.model,
@@ -62,6 +62,7 @@ def _load_runner(config: WorkerConfig) -> Runner:
         dtype=dtype,
         numerics=config.numerics,
         device=config.device,
+        random_weights=config.random_weights,
     )
     if config.device.startswith("cuda"):
         from worker_svc.cuda.runner import load_cuda_runner  # Triton is not there on a machine without a GPU

@@ -17,6 +17,7 @@ class WorkerConfig:
     numerics: Literal["invariant", "fast"] = "invariant"
     threads: int = 1
     kv_memory_bytes: int | None = None
+    random_weights: int | None = None  # a seed: the model folder needs a config only
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.tp:

@@ -4,27 +4,23 @@ Knows how a plan becomes hidden states, logits and drawn tokens, and which rows'
 families, kernels or the sampler's rules. Invariant: every rank makes the same collective calls in the same order, since
 what it calls follows from the plan alone; only rank 0 keeps what only the scheduler reads (logits, prompt scores).
 
-Legend: T tokens, S sampling rows, P prompt positions to score, V vocabulary.
+Legend: T tokens, S sampling rows, V vocabulary.
 """
 
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from protos.step import NO_FLOATS, NO_INTS, Description, Float32s, Floats, GroupConfig, Int32s, StepBatch, StepResult
+from protos.step import NO_FLOATS, NO_INTS, Description, Floats, GroupConfig, StepBatch, StepResult
 from worker_svc import step_inputs
 from worker_svc.kv_cache import KVCache
 from worker_svc.models import Decoder
 from worker_svc.parallel.group import Group
-from worker_svc.sampling import Drawn, SamplerRow, sample, score
+from worker_svc.prompt_scores import PromptScores
+from worker_svc.sampling import Drawn, SamplerRow, sample
 from worker_svc.slots import SlotTable, StepPlan
 from worker_svc.spec import Shard
-
-Column = TypeVar("Column", Int32s, Float32s)
-
-SCORED_AT_ONCE = 64  # prompt positions whose whole logits exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +31,6 @@ class Done:
 
     def result(self) -> StepResult:
         return self.value
-
-
-@dataclass(slots=True)
-class _Scores:
-    """Columns of prompt scores as they grow over rows and pieces."""
-
-    logprobs: list[Float32s] = field(default_factory=list)
-    alternative_ids: list[Int32s] = field(default_factory=list)
-    alternative_logprobs: list[Float32s] = field(default_factory=list)
-    failed_slots: list[int] = field(default_factory=list)
 
 
 class CpuRunner:
@@ -95,7 +81,8 @@ class CpuRunner:
         with torch.inference_mode():
             inputs = step_inputs.build(plan)
             hidden_TD = self._model.forward(inputs, self._cache, self._group)
-            scores = self._score_prompts(plan, hidden_TD)
+            scores = PromptScores()
+            scores.add(self._model, hidden_TD, plan, self._group)
             sampling = plan.samples.any()
             logits_SV = self._model.logits(hidden_TD[inputs.sample_tokens_S], self._group) if sampling else None
         if self._config.sample_at_scheduler:
@@ -116,32 +103,11 @@ class CpuRunner:
             row.append(token)
         return drawn
 
-    def _score_prompts(self, plan: StepPlan, hidden_TD: torch.Tensor) -> _Scores:
-        """Scores of the prompt tokens that follow positions computed in this step, for rows that ask."""
-        scores = _Scores()
-        for r, row in enumerate(plan.rows):
-            if row.prompt_logprobs is None:
-                continue
-            first = int(plan.first_position[r])
-            last = min(first + int(plan.num_new[r]), row.num_prompt - 1)
-            for begin in range(first, last, SCORED_AT_ONCE):
-                end = min(begin + SCORED_AT_ONCE, last)
-                at = int(plan.query_starts[r]) + begin - first
-                logits_PV = self._model.logits(hidden_TD[at : at + end - begin], self._group)
-                if not bool(logits_PV.amax(-1).isfinite().all()) and row.slot not in scores.failed_slots:
-                    scores.failed_slots.append(row.slot)
-                if self._group.rank == 0:
-                    targets = row.token_ids[begin + 1 : end + 1]
-                    logprobs, ids, values = score(logits_PV, targets, row.prompt_logprobs)
-                    scores.logprobs.append(logprobs)
-                    scores.alternative_ids.append(ids)
-                    scores.alternative_logprobs.append(values)
-        return scores
-
     def _result(
-        self, batch: StepBatch, scores: _Scores, drawn: Drawn | None = None, logits: Floats | None = None
+        self, batch: StepBatch, scores: PromptScores, drawn: Drawn | None = None, logits: Floats | None = None
     ) -> StepResult:
         failed = sorted({*scores.failed_slots, *(drawn.failed_slots.tolist() if drawn is not None else ())})
+        prompt_logprobs, prompt_ids, prompt_values = scores.columns()
         return StepResult(
             batch.epoch,
             batch.seq,
@@ -150,13 +116,9 @@ class CpuRunner:
             logprobs=drawn.logprobs if drawn is not None else NO_FLOATS,
             alternative_ids=drawn.alternative_ids if drawn is not None else NO_INTS,
             alternative_logprobs=drawn.alternative_logprobs if drawn is not None else NO_FLOATS,
-            prompt_logprobs=_joined(scores.logprobs, NO_FLOATS),
-            prompt_alternative_ids=_joined(scores.alternative_ids, NO_INTS),
-            prompt_alternative_logprobs=_joined(scores.alternative_logprobs, NO_FLOATS),
+            prompt_logprobs=prompt_logprobs,
+            prompt_alternative_ids=prompt_ids,
+            prompt_alternative_logprobs=prompt_values,
             failed_slots=np.array(failed, np.int32),
             logits=logits if self._group.rank == 0 else None,
         )
-
-
-def _joined(parts: list[Column], empty: Column) -> Column:
-    return np.concatenate(parts) if parts else empty

@@ -23,16 +23,16 @@ class Paged:
     """Sequences of the given lengths, each in its own slot, their blocks scattered over a pool."""
 
     def __init__(self, shape: Shape, lengths: list[int], device: str, dtype: torch.dtype, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         self.shape, self.lengths, self.device = shape, lengths, device
         per_row = [-(-n // shape.block_size) for n in lengths]
         pool = [sum(per_row) + 1, shape.kv_heads, shape.block_size, shape.head_dim]
-        self.k = torch.randn(pool, generator=generator).to(device, dtype)
-        self.v = torch.randn(pool, generator=generator).to(device, dtype)
-        self.q = torch.randn(sum(lengths), shape.heads, shape.head_dim, generator=generator).to(device, dtype)
+        self.k = torch.randn(pool, generator=generator, device=device).to(dtype)
+        self.v = torch.randn(pool, generator=generator, device=device).to(dtype)
+        self.q = torch.randn(sum(lengths), shape.heads, shape.head_dim, generator=generator, device=device).to(dtype)
         width = -(-max(lengths) // SPLIT) * SPLIT // shape.block_size
         table = torch.zeros(len(lengths), width, dtype=torch.int32)
-        order = torch.randperm(sum(per_row), generator=generator).int() + 1
+        order = torch.randperm(sum(per_row), generator=generator, device=device).int().cpu() + 1
         for r, blocks in enumerate(order.split(per_row)):
             table[r, : len(blocks)] = blocks
         self.tables = table.to(device)

@@ -43,7 +43,9 @@ def _cache_rows(table, first, h, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TIL
 
 
 @triton.jit
-def _load_tile(desc, pointer, table, first, h, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr):
+def _load_tile(
+    desc, pointer, table, first, h, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr
+):
     """[TILE, D] keys or values from position `first`, a multiple of TILE. Tables reach a whole split past the row."""
     if PAGE % TILE == 0:
         block = tl.load(table + first // PAGE)

@@ -67,6 +67,7 @@ def few_rows_kernel(
     w_desc,
     w_ptr,
     y_ptr,
+    bias_ptr,
     rows_ptr,
     N,
     K,
@@ -75,6 +76,7 @@ def few_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
     PREFETCH_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -97,8 +99,10 @@ def few_rows_kernel(
             n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
             live = (m[:, None] < rows) & (n[None, :] < N // 2)
         else:
-            out = acc
             n = n0 + tl.arange(0, BLOCK_N)
+            out = acc
+            if BIASED:
+                out += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             live = (m[:, None] < rows) & (n[None, :] < N)
         at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
         tl.store(at, out.to(y_ptr.dtype.element_ty), mask=live)
@@ -109,6 +113,7 @@ def many_rows_kernel(
     x_desc,
     w_desc,
     y_desc,
+    bias_ptr,
     rows_ptr,
     N,
     K,
@@ -117,6 +122,7 @@ def many_rows_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
     PROGRAMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -139,6 +145,9 @@ def many_rows_kernel(
         if GATED:
             y_desc.store([m0, n0 // 2], _gate(acc, BLOCK_M, BLOCK_N, x_desc.dtype).to(y_desc.dtype))
         else:
+            if BIASED:
+                n = n0 + tl.arange(0, BLOCK_N)
+                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             y_desc.store([m0, n0], acc.to(y_desc.dtype))
 
 
@@ -155,10 +164,11 @@ def linear(
     rows: torch.Tensor,
     tile: Tile,
     *,
+    bias: torch.Tensor | None = None,
     gated: bool = False,
     dependent: bool = False,
 ) -> None:
-    """out[:rows] = x[:rows] @ w.T.
+    """out[:rows] = x[:rows] @ w.T (+ bias [N]), rounded once to out's type.
 
     Args:
         x: [M, K], M the bucket's height.
@@ -180,15 +190,15 @@ def linear(
         tiles = triton.cdiv(height, tile.block_m) * triton.cdiv(n, tile.block_n)
         programs = min(processors(x.device.index or 0), tiles) if x.is_cuda else min(3, tiles)
         many_rows_kernel[(programs,)](
-            x_desc, w_desc, y_desc, rows, n, k,
+            x_desc, w_desc, y_desc, w if bias is None else bias, rows, n, k,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
-            GATED=gated, PROGRAMS=programs, DEPENDENT=dependent, **options,
+            GATED=gated, BIASED=bias is not None, PROGRAMS=programs, DEPENDENT=dependent, **options,
         )  # fmt: skip
         return
     few_rows_kernel[(triton.cdiv(height, tile.block_m), triton.cdiv(n, tile.block_n))](
-        x_desc, w_desc, w, out, rows, n, k, out.stride(0),
+        x_desc, w_desc, w, out, w if bias is None else bias, rows, n, k, out.stride(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GATED=gated, PREFETCH_K=tile.prefetch_k, DEPENDENT=dependent, **options,
+        GATED=gated, BIASED=bias is not None, PREFETCH_K=tile.prefetch_k, DEPENDENT=dependent, **options,
     )  # fmt: skip
 
 

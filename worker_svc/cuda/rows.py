@@ -7,7 +7,6 @@ each result is rounded once (the residual stream is rounded after its addition, 
 Legend: T tokens, C hidden width, H query heads, K kv heads, D head width.
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -21,8 +20,9 @@ def _norm(x, weight, width, epsilon):
 
 
 @triton.jit
-def embed_norm_kernel(table, token_ids, weight, residual, out, count_ptr, width, epsilon, BLOCK: tl.constexpr,
-                      DEPENDENT: tl.constexpr):  # fmt: skip
+def embed_kernel(table, token_ids, out, count_ptr, width, first_id, num_ids, BLOCK: tl.constexpr,
+                 DEPENDENT: tl.constexpr):  # fmt: skip
+    """Rows of a table that holds ids first_id .. first_id + num_ids; zeros for others."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -30,11 +30,10 @@ def embed_norm_kernel(table, token_ids, weight, residual, out, count_ptr, width,
     if t < tl.load(count_ptr):
         c = tl.arange(0, BLOCK)
         live = c < width
-        row = tl.load(table + tl.load(token_ids + t).to(tl.int64) * width + c, mask=live, other=0.0)
-        to = t.to(tl.int64) * width + c
-        tl.store(residual + to, row, mask=live)
-        scale = tl.load(weight + c, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + to, _norm(row.to(tl.float32), scale, width, epsilon).to(out.dtype.element_ty), mask=live)
+        local = tl.load(token_ids + t).to(tl.int64) - first_id
+        inside = (local >= 0) & (local < num_ids)
+        row = tl.load(table + local * width + c, mask=live & inside, other=0.0)
+        tl.store(out + t.to(tl.int64) * width + c, row, mask=live)
 
 
 @triton.jit
@@ -98,7 +97,8 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                       NORM: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds. Queries go to q_out, normed (when
-    NORM) and rotated, keys and values to the token's place in the cache. Rotation pairs d with d + D / 2.
+    NORM) and rotated, keys and values to the token's place in the cache, unless its slot is negative. Rotation pairs d with
+    d + D / 2.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -132,19 +132,13 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
         tl.store(to_q, rotated_x, mask=is_query)
         tl.store(to_q + HALF, rotated_y, mask=is_query)
         slot = tl.load(token_slots + t).to(tl.int64)
-        block = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
+        written = slot >= 0
+        block = tl.load(tables + tl.maximum(slot, 0) * table_stride + position // PAGE).to(tl.int64)
         kv = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
         to = ((block * KV_HEADS + kv) * PAGE + position % PAGE)[:, None] * D + d[None, :]
-        is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & live
+        is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & live & written
         tl.store(k_cache + to, rotated_x, mask=is_key)
         tl.store(k_cache + to + HALF, rotated_y, mask=is_key)
-        is_value = (head >= HEADS + KV_HEADS)[:, None] & live
+        is_value = (head >= HEADS + KV_HEADS)[:, None] & live & written
         tl.store(v_cache + to, first, mask=is_value)
         tl.store(v_cache + to + HALF, second, mask=is_value)
-
-
-def rope_tables(theta: float, head_dim: int, length: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cosines, sines) [length, D / 2] in fp32, computed in fp64."""
-    inverse = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * inverse
-    return angles.cos().float().to(device), angles.sin().float().to(device)

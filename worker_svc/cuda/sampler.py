@@ -105,7 +105,9 @@ def draw_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, sta
                 for _ in range(tl.sum(near.to(tl.int32))):
                     block = tl.min(tl.where(near & (b > done), b, BLOCKS_UP))
                     ids = block * BLOCK + lane
-                    z = tl.load(logits + row.to(tl.int64) * vocabulary + ids, mask=ids < vocabulary, other=float("-inf"))
+                    z = tl.load(
+                        logits + row.to(tl.int64) * vocabulary + ids, mask=ids < vocabulary, other=float("-inf")
+                    )
                     words = _words(block, tl.load(params + 3), tl.load(params + 4), tl.load(sample_indices + row),
                                    tl.load(params + 5), BLOCK)  # fmt: skip
                     v = ((4294967295 - words).to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
@@ -169,7 +171,18 @@ def draw(
         step: [1] int32, advanced by one.
     """
     options: dict[str, int | bool] = {"launch_pdl": True} if dependent else {}
-    columns = (logits, draws.vocabulary, count, slots, indices, state, state.stride(0), draws.best, draws.maxima, draws.sums)
+    columns = (
+        logits,
+        draws.vocabulary,
+        count,
+        slots,
+        indices,
+        state,
+        state.stride(0),
+        draws.best,
+        draws.maxima,
+        draws.sums,
+    )
     score_kernel[(draws.blocks, max_rows)](
         *columns, BLOCKS=draws.blocks, BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **options
     )

@@ -200,17 +200,20 @@ class StepState:
         put("sample_tokens", plan.query_starts[1:][samples] - 1)
         put("sample_slots", plan.slots[samples])
         ends = plan.first_position + plan.num_new
-        prompts = np.fromiter((row.num_prompt for row in plan.rows), np.int32, rows)
-        put("sample_indices", (ends - prompts)[samples])
+        put("sample_indices", (ends - pairs.prompts[plan.slots])[samples])
         put("token_ids", plan.token_ids)
         if tokens == rows:
             tiles = 0
             put("token_slots", plan.slots)
             put("positions", plan.first_position)
         else:
-            put("token_slots", np.repeat(plan.slots, plan.num_new))
+            slots = np.repeat(plan.slots, plan.num_new)
             offsets = np.repeat(plan.first_position - plan.query_starts[:-1], plan.num_new)
-            put("positions", np.arange(tokens, dtype=np.int32) + offsets)
+            positions = np.arange(tokens, dtype=np.int32) + offsets
+            if (plan.first_position < plan.num_cached).any():  # in shared blocks already: not written again
+                slots = np.where(positions < np.repeat(plan.num_cached, plan.num_new), -1 - slots, slots)
+            put("token_slots", slots)
+            put("positions", positions)
             long = np.flatnonzero(plan.num_new > 1)
             counts = -(-plan.num_new[long] // tile_tokens)
             tile_rows = np.repeat(long, counts)
@@ -233,6 +236,7 @@ class Pairs:
         self._width = PARAMETERS + sizes.blocks
         self._parts: list[Int32s] = []
         self._lengths = np.zeros(sizes.rows, np.int32)  # blocks in each slot's table
+        self.prompts = np.zeros(sizes.rows, np.int32)  # prompt length of each slot
         self._introduced: set[int] = set()
         self._again = False  # a slot was introduced twice since the last message
 
@@ -240,6 +244,7 @@ class Pairs:
         values = np.concatenate([slot_parameters(row), row.block_ids]).astype(np.int32)
         self._add(row.slot * self._width + np.arange(len(values)), values)
         self._lengths[row.slot] = len(row.block_ids)
+        self.prompts[row.slot] = row.num_prompt
         self._again |= row.slot in self._introduced
         self._introduced.add(row.slot)
 

@@ -10,12 +10,13 @@ from typing import Literal
 
 import torch
 
+from worker_svc.loading.random_weights import RandomReader
 from worker_svc.loading.reading import Reader, check_inventory
 from worker_svc.loading.snapshot import Snapshot, open_snapshot
 from worker_svc.models.decoder import Decoder, Family
 from worker_svc.models.registry import family_of
 from worker_svc.ops.base import Ops
-from worker_svc.spec import Config, ModelRefused, ModelSpec, Shard
+from worker_svc.spec import Config, ModelRefused, ModelSpec, Shard, read_json
 
 Mode = Literal["invariant", "fast"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -39,12 +40,17 @@ def read_spec(values: dict[str, object]) -> tuple[Family, ModelSpec]:
     return family, family.read(config)
 
 
-def check_snapshot(model_dir: Path | str, tp: int = 1) -> CheckedSnapshot:
-    """Read config, index and headers only. Raises ModelRefused: unsupported, undivided by tp, or damaged."""
+def check_snapshot(model_dir: Path | str, tp: int = 1, *, weights: bool = True) -> CheckedSnapshot:
+    """Read config, index and headers only. Raises ModelRefused: unsupported, undivided by tp, or damaged.
+
+    Without `weights` the folder needs no checkpoint: they will be random.
+    """
     folder = Path(model_dir)
-    snapshot = open_snapshot(folder)
+    snapshot = open_snapshot(folder) if weights else Snapshot(folder, read_json(folder / "config.json"), {})
     family, spec = read_spec(snapshot.config)
     spec.check_tp(tp)
+    if not weights:
+        return CheckedSnapshot(snapshot, family, spec)
     model = Decoder(family, spec, Shard(0, tp), _NO_OPS)
     declared = [part for parameter in model.parameters() for part in parameter.slices]
     tied = ("lm_head.weight", "model.embed_tokens.weight") if spec.tied_head else None
@@ -61,14 +67,23 @@ def load_model(
     numerics: Mode = "invariant",
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
+    random_weights: int | None = None,
 ) -> Decoder:
-    """Check and load one rank's shard. `dtype` "auto" is the checkpoint's. Raises ModelRefused."""
-    checked = check_snapshot(model_dir, tp)
+    """Check and load one rank's shard. `dtype` "auto" is the checkpoint's. Raises ModelRefused.
+
+    random_weights: a seed; the weights are drawn on the device instead of read.
+    """
+    checked = check_snapshot(model_dir, tp, weights=random_weights is None)
     target = torch.device(device)
     wanted = resolve_dtype(dtype, checked.spec)
     ops = ops or make_ops(wanted, numerics, target)
     model = Decoder(checked.family, checked.spec, Shard(rank, tp), ops)
-    reader = Reader(checked.snapshot, wanted, target)
+    reader: Reader | RandomReader
+    if random_weights is None:
+        reader = Reader(checked.snapshot, wanted, target)
+    else:
+        head = "model.embed_tokens.weight" if checked.spec.tied_head else "lm_head.weight"
+        reader = RandomReader(random_weights, wanted, target, head)
     try:
         with torch.inference_mode():
             for parameter in model.parameters():

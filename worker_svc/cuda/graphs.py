@@ -1,0 +1,108 @@
+"""A step captured as a CUDA graph, one a bucket, all from one pool of memory.
+
+Knows what a step launches, from unpacking its message to advancing the step counter, and which bucket serves which step.
+A bucket bounds the launch, not the work: kernels read the step's counts from the device, so a step in a larger bucket
+costs a few empty programs and has the same bits. Decode buckets serve steps in which every row has one new token, mixed
+buckets all others.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker_svc.cuda import attention
+from worker_svc.cuda.ops import CudaInputs, CudaOps
+from worker_svc.cuda.sampler import Draws, draw
+from worker_svc.cuda.step_state import StepState
+from worker_svc.kv_cache import KVCache
+from worker_svc.models.decoder import Decoder
+from worker_svc.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What a forward pass asks the host about: how far positions may reach."""
+
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A graph and the tensors that hold its results after a replay: normed hidden states [T, D], logits [R, V]."""
+
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+    logits: Tensor
+
+
+def decode_buckets(max_rows: int) -> list[int]:
+    """Powers of two, and the bound itself."""
+    return sorted({*(1 << i for i in range(max_rows.bit_length()) if 1 << i < max_rows), max_rows})
+
+
+def mixed_buckets(max_rows: int, max_tokens: int) -> list[int]:
+    """Powers of two from 128 up, and the bound itself."""
+    return sorted({*(1 << i for i in range(7, max_tokens.bit_length()) if 1 << i < max_tokens), max_tokens})
+
+
+class StepGraphs:
+    """Args:
+    model: loaded with `CudaOps`.
+    state: where messages arrive; its sizes bound every step.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, group: Group, state: StepState, work: attention.Work, draws: Draws,
+        max_position: int,
+    ) -> None:  # fmt: skip
+        assert isinstance(model.ops, CudaOps)
+        self._model, self._ops, self._cache, self._group = model, model.ops, cache, group
+        self._state, self._work, self._draws = state, work, draws
+        self._extent = Extent(max_position)
+        sizes = state.sizes
+        self._decode = decode_buckets(sizes.rows)
+        self._mixed = mixed_buckets(sizes.rows, sizes.tokens)
+        self._captured: dict[tuple[bool, int], Captured] = {}
+
+    def run(self, mixed: bool, bucket: int) -> tuple[Tensor, Tensor]:
+        """Launch the step that the next message describes; hidden states and logits as in `Captured`."""
+        state, sizes = self._state, self._state.sizes
+        rows = min(bucket, sizes.rows)
+        tiles = bucket // attention.tile_tokens(self._shape(), self._ops.tuning) + rows if mixed else 0
+        state.unpack()
+        inputs = CudaInputs(state.token_ids[:bucket], self._extent, state, self._work, rows, min(tiles, sizes.tiles))
+        hidden = self._model.forward(inputs, self._cache, self._group)  # type: ignore[arg-type]
+        chosen = self._ops.gather(hidden, state.sample_tokens[:rows], state.num_samples)
+        logits = self._model.logits(chosen, self._group)
+        draw(
+            self._draws, logits, state.num_samples, state.sample_slots, state.sample_indices, state.state, state.out,
+            state.step, rows, dependent=self._ops.dependent,
+        )  # fmt: skip
+        return hidden, logits
+
+    def buckets(self) -> list[tuple[bool, int]]:
+        """(mixed, bucket), largest first, so that the pool is laid out once."""
+        both = [(True, bucket) for bucket in self._mixed] + [(False, bucket) for bucket in self._decode]
+        return sorted(both, key=lambda b: -b[1])
+
+    def capture(self) -> None:
+        """Capture every bucket. Each must have run once, so that its kernels are loaded."""
+        pool = None
+        for mixed, bucket in self.buckets():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                hidden, logits = self.run(mixed, bucket)
+            pool = graph.pool()
+            self._captured[mixed, bucket] = Captured(graph, hidden, logits)
+
+    def of_step(self, num_rows: int, num_tokens: int) -> Captured:
+        """The smallest bucket that holds the step."""
+        if num_rows == num_tokens:
+            return self._captured[False, next(b for b in self._decode if b >= num_rows)]
+        return self._captured[True, next(b for b in self._mixed if b >= num_tokens)]
+
+    def _shape(self) -> attention.Shape:
+        keys = self._cache.layers[0].keys
+        heads = len(self._model.shard.part(self._model.spec.num_heads))
+        return attention.Shape(heads, keys.shape[1], keys.shape[3], self._cache.block_size)

@@ -1,0 +1,236 @@
+"""`Ops` on CUDA: each op one kernel of this package, launched on the current stream.
+
+Knows which kernel an op is and which tile it gets. Does not know families, graphs or messages. Invariant (numerics
+`invariant`): as in `ops/base.py`; `fast` hands products to cuBLAS, whose order of sums depends on the number of rows.
+
+A step's columns and counts are read from the device (`StepState`), so that one captured pass serves every step of its
+bucket; `begin` says which. The number of rows that an op touches is the step's number of tokens, except for `logits`,
+where it is the number of sampling rows.
+
+Legend: T tokens of the bucket, R sampling rows of the bucket.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from worker_svc.cuda import attention, rows
+from worker_svc.cuda.attention import Shape, Tuning, Work
+from worker_svc.cuda.matmul import interleave_gate, linear
+from worker_svc.cuda.step_state import StepState
+from worker_svc.cuda.tuning import tile_for
+from worker_svc.kv_cache import KVCache, LayerCache
+from worker_svc.ops.base import HeadShape, QKNorm, Router
+from worker_svc.ops.leaves import LeafPart, fold
+from worker_svc.parallel.group import Group
+from worker_svc.step_inputs import HostStep
+
+ROPE_GROUP, ROPE_WARPS = 8, 4  # heads a program; part of the expression of a q/k norm
+
+
+@dataclass(frozen=True, slots=True)
+class CudaWeight:
+    """[N, K]; a gated one interleaved (`matmul.interleave_gate`)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    cos: Tensor  # [positions, E / 2] fp32
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CudaInputs:
+    """What `StepInputs` is on CUDA: the bucket of a step whose facts are in `state`."""
+
+    token_ids_T: Tensor
+    host: HostStep  # of a step as large as any that will run; only its highest position is asked for
+    state: StepState
+    work: Work
+    max_rows: int
+    max_tiles: int  # 0: every row has one new token
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStep:
+    inputs: CudaInputs
+    block_size: int
+    rope: Rope
+
+
+class CudaOps:
+    """Args:
+    numerics: `invariant`, or `fast` for cuBLAS products.
+    dependent: launch each kernel before the one before it has ended.
+    """
+
+    def __init__(self, dtype: torch.dtype, numerics: str = "invariant", *, dependent: bool = True) -> None:
+        self.dtype = dtype
+        self.numerics = numerics
+        self.tuning = Tuning()
+        self.dependent = dependent
+        self._num_tokens: Tensor | None = None
+        self._num_samples: Tensor | None = None
+        self._device_name = ""
+
+    def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CudaWeight:
+        return CudaWeight(weight_NK, bias_N)
+
+    def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> CudaWeight:
+        return CudaWeight(weight_NK, bias_N)
+
+    def prepare_gated(self, weight_NK: Tensor) -> CudaWeight:
+        return CudaWeight(interleave_gate(weight_NK), gated=True)
+
+    def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> CudaWeight:
+        raise NotImplementedError("mixtures of experts do not run on CUDA yet")
+
+    def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> Rope:
+        return Rope(cos_PE.contiguous(), sin_PE.contiguous())
+
+    def begin(self, inputs: CudaInputs, cache: KVCache, rope: Rope) -> CudaStep:
+        self._num_tokens = inputs.state.num_tokens
+        self._num_samples = inputs.state.num_samples
+        self._device_name = torch.cuda.get_device_name(inputs.token_ids_T.device)
+        step = CudaStep(inputs, cache.block_size, rope)
+        layer = cache.layers[0].keys
+        shape = Shape(layer.shape[1], layer.shape[1], layer.shape[3], cache.block_size)
+        attention.plan(shape, inputs.state, inputs.work, inputs.max_rows, dependent=self.dependent)
+        return step
+
+    @contextmanager
+    def counting(self, num_rows: Tensor) -> Iterator[None]:
+        """`logits` outside a step: of so many rows ([1] int32 on the device)."""
+        before, self._num_samples = self._num_samples, num_rows
+        try:
+            yield
+        finally:
+            self._num_samples = before
+
+    def embed(self, ids_T: Tensor, table_VD: Tensor, first_id: int) -> Tensor:
+        out = torch.empty(len(ids_T), table_VD.shape[1], dtype=table_VD.dtype, device=table_VD.device)
+        rows.embed_kernel[(len(ids_T),)](
+            table_VD, ids_T, out, self._count(), table_VD.shape[1], first_id, len(table_VD),
+            BLOCK=triton.next_power_of_2(table_VD.shape[1]), DEPENDENT=self.dependent, **self._options(rows.WARPS),
+        )  # fmt: skip
+        return out
+
+    def gather(self, x_TD: Tensor, index_R: Tensor, count: Tensor) -> Tensor:
+        """x[index[i]] for i below the count."""
+        out = torch.empty(len(index_R), x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+        rows.gather_rows_kernel[(len(index_R),)](
+            x_TD, index_R, out, count, x_TD.shape[1],
+            BLOCK=triton.next_power_of_2(x_TD.shape[1]), DEPENDENT=self.dependent, **self._options(rows.WARPS),
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return self._norm(x_TD, None, weight_D, eps)
+
+    def add_rms_norm(self, update: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The residual is changed in place."""
+        return self._norm(update, residual_TD, weight_D, eps), residual_TD
+
+    def linear(self, x_TK: Tensor, weight: CudaWeight) -> Tensor:
+        return self._product(x_TK, weight, self.dtype, self._count())
+
+    def gated_linear(self, x_TK: Tensor, weight: CudaWeight) -> Tensor:
+        return self._product(x_TK, weight, self.dtype, self._count())
+
+    def row_linear(self, x_TK: Tensor, weight: CudaWeight, group: Group) -> Tensor:
+        if group.tp == 1:
+            return self._product(x_TK, weight, self.dtype, self._count())
+        part = self._product(x_TK, CudaWeight(weight.weight), torch.float32, self._count())
+        total = fold(list(group.all_gather(part).unbind(0)))
+        return (total if weight.bias is None else total + weight.bias).to(self.dtype)
+
+    def full_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, part: LeafPart, group: Group) -> Tensor:
+        x = x_TN.float()
+        squares = [(leaf * leaf).sum(-1, keepdim=True) for leaf in x.chunk(part.count, 1)]
+        total = fold(squares) if group.tp == 1 else fold(list(group.all_gather(fold(squares)).unbind(0)))
+        mean = total / (x.shape[1] // part.count * part.total)
+        normed: Tensor = x * torch.rsqrt(mean + eps) * weight_N
+        return normed.to(x_TN.dtype)
+
+    def qkv_rope_write(
+        self,
+        qkv_TN: Tensor,
+        norm: QKNorm | None,
+        clip: float | None,
+        shape: HeadShape,
+        cache: LayerCache,
+        step: CudaStep,
+    ) -> Tensor:
+        if clip is not None:
+            qkv_TN = qkv_TN.clamp(-clip, clip)
+        state = step.inputs.state
+        queries = torch.empty(len(qkv_TN), shape.num_heads, shape.head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        q_weight, k_weight, eps = (norm.query, norm.key, norm.eps) if norm is not None else (qkv_TN, qkv_TN, 0.0)
+        rows.rope_write_kernel[(len(qkv_TN), triton.cdiv(heads, ROPE_GROUP))](
+            qkv_TN, q_weight, k_weight, step.rope.cos, step.rope.sin, state.positions, state.token_slots, state.tables,
+            state.tables.stride(0), queries, cache.keys, cache.values, self._count(), eps,
+            HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, D=shape.head_dim, PAGE=step.block_size,
+            NORM=norm is not None, GROUP=ROPE_GROUP, DEPENDENT=self.dependent, **self._options(ROPE_WARPS),
+        )  # fmt: skip
+        return queries
+
+    def attention(self, queries: Tensor, shape: HeadShape, cache: LayerCache, step: CudaStep) -> Tensor:
+        inputs = step.inputs
+        form = Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, step.block_size, shape.window)
+        out = torch.empty_like(queries)
+        attention.decode(
+            form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
+            dependent=self.dependent,
+        )  # fmt: skip
+        if inputs.max_tiles:
+            attention.prefill(
+                form, queries, cache.keys, cache.values, inputs.state, out, inputs.max_tiles, self.tuning,
+                dependent=self.dependent,
+            )  # fmt: skip
+        return out.view(len(out), -1)
+
+    def moe(self, x_TD: Tensor, router: Router, experts: CudaWeight, group: Group) -> Tensor:
+        raise NotImplementedError("mixtures of experts do not run on CUDA yet")
+
+    def logits(self, x_RD: Tensor, weight: CudaWeight) -> Tensor:
+        assert self._num_samples is not None, "begin or counting comes first"
+        return self._product(x_RD, weight, torch.float32, self._num_samples)
+
+    def _count(self) -> Tensor:
+        assert self._num_tokens is not None, "begin comes first"
+        return self._num_tokens
+
+    def _options(self, warps: int) -> dict[str, int | bool]:
+        options: dict[str, int | bool] = {"num_warps": warps}
+        return options | {"launch_pdl": True} if self.dependent else options
+
+    def _norm(self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x_TD)
+        rows.add_norm_kernel[(len(x_TD),)](
+            x_TD, x_TD if residual_TD is None else residual_TD, weight_D, out, self._count(), x_TD.shape[1], eps,
+            ADD=residual_TD is not None, BLOCK=triton.next_power_of_2(x_TD.shape[1]),
+            DEPENDENT=self.dependent, **self._options(rows.WARPS),
+        )  # fmt: skip
+        return out
+
+    def _product(self, x_MK: Tensor, weight: CudaWeight, dtype: torch.dtype, count: Tensor) -> Tensor:
+        n, k = weight.weight.shape
+        width = n // 2 if weight.gated else n
+        if self.numerics == "fast" and not weight.gated and dtype == self.dtype:
+            return torch.nn.functional.linear(x_MK, weight.weight, weight.bias)
+        out = torch.empty(len(x_MK), width, dtype=dtype, device=x_MK.device)
+        tile = tile_for(self._device_name, n, k, len(x_MK), gated=weight.gated)
+        linear(
+            x_MK, weight.weight, out, count, tile,
+            bias=weight.bias, gated=weight.gated, dependent=self.dependent,
+        )  # fmt: skip
+        return out

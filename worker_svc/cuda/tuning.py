@@ -1,0 +1,53 @@
+"""Which tile a product gets: a table a device in `tuned/`, made by `bench/tune_cuda.py`, and a rule where it has no entry.
+
+Knows shapes and files. Nothing here can change a bit (`matmul.py`), so a table may be remade at any time.
+"""
+
+import functools
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from worker_svc.cuda.matmul import Tile
+
+FOLDER = Path(__file__).parent / "tuned"
+BUCKETS = (16, 32, 64, 128, 256, 512, 2048)  # heights that are tuned apart; a larger one counts as the last
+
+
+def bucket_of(rows: int) -> int:
+    return next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
+
+
+def key(n: int, k: int, bucket: int, gated: bool) -> str:
+    return f"{n}x{k}{'g' if gated else ''}@{bucket}"
+
+
+@functools.lru_cache(maxsize=None)
+def table(device_name: str) -> dict[str, Tile]:
+    """Tiles by `key`; empty for a device that nobody has tuned for."""
+    path = FOLDER / f"{device_name.lower().replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    return {name: Tile(**tile) for name, tile in json.loads(path.read_text()).items()}
+
+
+def write_table(path: Path, tiles: dict[str, Tile]) -> None:
+    """One entry a line, sorted, so that a change of one is a change of one line."""
+    lines = (f"  {json.dumps(name)}: {json.dumps(asdict(tile))}" for name, tile in sorted(tiles.items()))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def rule(n: int, rows: int) -> Tile:
+    """A tile that is never bad."""
+    if rows <= 16:
+        return Tile(16, 64 if n >= 16384 else 32, 128, 4, 4)
+    if rows <= 64:
+        return Tile(64, 64 if n >= 16384 else 32, 128, 4, 4)
+    if rows <= 256:
+        return Tile(128, 128, 64, 4, 8, persistent=True)
+    return Tile(128, 256 if n >= 4096 else 128, 64, 3, 8, persistent=True)
+
+
+def tile_for(device_name: str, n: int, k: int, rows: int, *, gated: bool = False) -> Tile:
+    """The tile for [rows, k] x [k, n]; n counts gate and up rows both."""
+    return table(device_name).get(key(n, k, bucket_of(rows), gated)) or rule(n, rows)
