@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 
+from protos.worker_link import SECRET_VARIABLE
 from scheduler_svc import limits, logs
 from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
 from scheduler_svc.front_end import FrontEnd
@@ -33,7 +34,6 @@ from worker_svc import launch
 logger = logging.getLogger(__name__)
 
 READY_MARK = "lockstep-scheduler: serving"  # lockstep-up waits for it
-WORKER_SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
 EXIT_ENGINE, EXIT_OPTIONS, EXIT_PORT, EXIT_AT_ONCE = 1, 2, 3, 130
 LAST_WORDS_S = 2.0  # for final events on their way out
 
@@ -116,7 +116,7 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
         listen=options.listen,
         workers=WorkerGroup(
             workers,
-            os.environ.get(WORKER_SECRET_VARIABLE),
+            os.environ.get(SECRET_VARIABLE),
             TlsFiles(options.worker_tls_cert, options.worker_tls_key, options.worker_tls_ca),
             options.sample_at == "scheduler",
         ),
