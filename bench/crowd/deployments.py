@@ -1,0 +1,86 @@
+"""How the services may be set up. Nothing that a deployment can choose may change a bit, which is what is tried.
+
+A deployment is compared with the plainest one of its model and dtype: one worker, one thread, one step at a time, a
+pool that is never full, no prefix cache, prompts in one piece.
+"""
+
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import Cluster
+
+AMPLE_BLOCKS = 4096
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Values of the axes; each but family and dtype is a choice of the operator."""
+
+    family: str
+    dtype: str
+    tp: int = 1
+    threads: int = 1
+    chunk: int = 1024  # --max-batch-tokens
+    blocks: int = AMPLE_BLOCKS
+    block_size: int = 16
+    depth: int = 1
+    sample_at: str = "worker"
+    prefix_cache: bool = False
+    numerics: str = "invariant"
+
+    def start(self, model_dir: Path, max_len: int) -> Cluster:
+        """Not yet entered."""
+        flags: dict[str, Any] = {"no_prefix_cache": True} if not self.prefix_cache else {}
+        return Cluster(
+            model_dir,
+            self.tp,
+            ready_timeout_s=180,
+            dtype=self.dtype,
+            threads=self.threads,
+            numerics=self.numerics,
+            max_batch_tokens=self.chunk,
+            kv_blocks=self.blocks,
+            block_size=self.block_size,
+            pipeline_depth=self.depth,
+            sample_at=self.sample_at,
+            max_seq_len=max_len,
+            max_num_seqs=48,
+            log_level="warning",
+            **flags,
+        )
+
+    def __str__(self) -> str:
+        plain = asdict(Deployment(self.family, self.dtype))
+        changed = [f"{k}={v}" for k, v in asdict(self).items() if v != plain[k]]
+        return " ".join([self.family, self.dtype, *changed])
+
+
+# The axes that a deployment draws, beside the value that it has in the plainest one.
+OPERATOR_AXES = ("tp", "threads", "chunk", "blocks", "block_size", "depth", "sample_at", "prefix_cache")
+
+
+def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: int, missing: set[str]) -> Deployment:
+    """A deployment of the same model and dtype; axes in `missing` (not tried yet) are moved for certain."""
+
+    def value(axis: str, *values: Any) -> Any:
+        others = [v for v in values if v != getattr(plain, axis)]
+        return rng.choice(others) if others and (axis in missing or rng.random() < 0.65) else getattr(plain, axis)
+
+    at = value("sample_at", "scheduler")
+    if "depth" in missing and "sample_at" in missing:
+        at = "worker"  # sampling at the scheduler has depth 1: one of the two at a time
+    block_size = value("block_size", 8, 32)
+    fewest = -(-max_len // block_size)
+    return replace(
+        plain,
+        tp=value("tp", *tps),
+        threads=value("threads", 2),
+        chunk=value("chunk", 3, 16, 49, 64, 64, 129),
+        blocks=value("blocks", fewest, fewest + 5, 2 * fewest),
+        block_size=block_size,
+        depth=1 if at == "scheduler" else value("depth", 2, 4),
+        sample_at=at,
+        prefix_cache=value("prefix_cache", True),
+    )
