@@ -23,6 +23,7 @@ class ChoiceAnswer:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     text: str = ""
+    logits: bytes = b""
     finish: str = ""
 
 
@@ -56,6 +57,7 @@ class Answer:
             tuple((entry.token_id, entry.logprob) for entry in token.alternatives) for token in event.alternatives
         ]
         choice.text += event.text
+        choice.logits += event.logits
         self.prompt_logprobs += [entry.logprob for entry in event.prompt_logprobs]
         if event.HasField("finish"):
             self.terminal_events += 1

@@ -73,10 +73,14 @@ class RemoteExecutor:
     def describe(self) -> Description:
         """Rank 0's facts, once all ranks have loaded and agree; `epoch` is the highest that any of them has joined."""
         deadline = time.monotonic() + self._ready_timeout_s
+        told = ""
         while True:
             try:
                 return self._describe_ranks()
             except EpochLost as lost:
+                if str(lost) != told:
+                    told = str(lost)
+                    logger.info("waiting for the workers: %s", told)
                 if time.monotonic() > deadline:
                     raise EpochLost(f"the workers were not ready within {self._ready_timeout_s:g} s: {lost}") from lost
             time.sleep(LOADING_POLL_S)

@@ -51,6 +51,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _most_threads() -> int:
+    """At least two, so that a worker with one thread chooses the paths, and tells the fingerprint, of one with two."""
+    return max(2, torch.get_num_threads())
+
+
 class _threads_restored(ContextDecorator):
     """Every question tries several thread counts, and must leave the next one the count that it found."""
 
@@ -99,7 +104,7 @@ def matmul_is_invariant(
     shards: tuple[tuple[int, int], ...] = SHARDS,
 ) -> bool:
     """Rows alone and among others, at any offset, in shards of the columns, with one thread and with all."""
-    threads = torch.get_num_threads()
+    threads = _most_threads()
     generator = torch.Generator().manual_seed(1)
     for k, n in SHAPES:
         x = torch.randn(max(ROWS), k, generator=generator).to(dtype)
@@ -135,7 +140,7 @@ def _attention(dtype: torch.dtype) -> tuple[int, bool]:
 @_threads_restored()
 def _attention_rows_agree(dtype: torch.dtype, multiple: int, heights: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(2)
-    threads = torch.get_num_threads()
+    threads = _most_threads()
     for head_dim in (16, 64, 128):
         q = torch.randn(6, max(heights), head_dim, generator=generator).to(dtype)
         k = torch.randn(6, 256, head_dim, generator=generator).to(dtype)
@@ -161,7 +166,7 @@ def _elementwise(dtype: torch.dtype) -> dict[str, bool]:
     """Norm, activation and exponential: a row alone against the row among others, over odd widths and both threads."""
     generator = torch.Generator().manual_seed(3)
     acc = accumulator(dtype)
-    threads = torch.get_num_threads()
+    threads = _most_threads()
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "the norm": lambda x: rms_norm(x.to(dtype), torch.ones(x.shape[-1], dtype=dtype), 1e-5),
         "the activation": lambda x: silu_mul(torch.cat((x, x), -1).to(dtype), acc),
