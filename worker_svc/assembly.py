@@ -4,7 +4,9 @@ Knows which runner and which group belong to which device, and what a rank tells
 worker service and the embedded engine both start here.
 """
 
+import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from worker_svc.runner import Runner
 from worker_svc.sampling import warm_up
 from worker_svc.service import Rendezvous
 from worker_svc.spec import ModelRefused, ModelSpec, Shard, read_json
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30  # for all ranks of a host together, where nobody says otherwise
 CPU_KV_SHARE = 0.25  # and never more than this share of what is free
@@ -55,6 +59,7 @@ def load_executor(config: WorkerConfig) -> LocalExecutor:
 def _load_runner(config: WorkerConfig) -> Runner:
     checked = check_snapshot(config.model, config.tp, weights=config.random_weights is None)
     dtype = resolve_dtype(config.dtype or "auto", checked.spec)
+    started = time.monotonic()
     model = load_model(
         config.model,
         rank=config.rank,
@@ -64,6 +69,7 @@ def _load_runner(config: WorkerConfig) -> Runner:
         device=config.device,
         random_weights=config.random_weights,
     )
+    logger.info("weights in %.1f s", time.monotonic() - started)
     if config.device.startswith("cuda"):
         from worker_svc.cuda.runner import load_cuda_runner  # Triton is not there on a machine without a GPU
 

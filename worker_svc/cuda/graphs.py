@@ -6,7 +6,9 @@ costs a few empty programs and has the same bits. Decode buckets serve steps in 
 buckets all others.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,13 +29,23 @@ class Extent:
     max_position: int
 
 
+class Launch(Protocol):
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Start the step of the next message; normed hidden states [T, D] and logits [R, V], valid until the next."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """A graph and the tensors that hold its results after a replay: normed hidden states [T, D], logits [R, V]."""
+class Replay:
+    """A graph and the tensors that hold its results."""
 
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
     logits: Tensor
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        self.graph.replay()
+        return self.hidden, self.logits
 
 
 def decode_buckets(max_rows: int) -> list[int]:
@@ -63,10 +75,10 @@ class StepGraphs:
         sizes = state.sizes
         self._decode = decode_buckets(sizes.rows)
         self._mixed = mixed_buckets(sizes.rows, sizes.tokens)
-        self._captured: dict[tuple[bool, int], Captured] = {}
+        self._launches: dict[tuple[bool, int], Launch] = {}
 
     def run(self, mixed: bool, bucket: int) -> tuple[Tensor, Tensor]:
-        """Launch the step that the next message describes; hidden states and logits as in `Captured`."""
+        """Launch the step that the next message describes; hidden states and logits as in `Launch`."""
         state, sizes = self._state, self._state.sizes
         rows = min(bucket, sizes.rows)
         tiles = bucket // attention.tile_tokens(self._shape(), self._ops.tuning) + rows if mixed else 0
@@ -94,13 +106,18 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 hidden, logits = self.run(mixed, bucket)
             pool = graph.pool()
-            self._captured[mixed, bucket] = Captured(graph, hidden, logits)
+            self._launches[mixed, bucket] = Replay(graph, hidden, logits)
 
-    def of_step(self, num_rows: int, num_tokens: int) -> Captured:
+    def launch_kernels(self) -> None:
+        """Without graphs: every step launches its kernels one by one. The same bits, slowly."""
+        for mixed, bucket in self.buckets():
+            self._launches[mixed, bucket] = functools.partial(self.run, mixed, bucket)
+
+    def of_step(self, num_rows: int, num_tokens: int) -> Launch:
         """The smallest bucket that holds the step."""
         if num_rows == num_tokens:
-            return self._captured[False, next(b for b in self._decode if b >= num_rows)]
-        return self._captured[True, next(b for b in self._mixed if b >= num_tokens)]
+            return self._launches[False, next(b for b in self._decode if b >= num_rows)]
+        return self._launches[True, next(b for b in self._mixed if b >= num_tokens)]
 
     def _shape(self) -> attention.Shape:
         keys = self._cache.layers[0].keys

@@ -13,6 +13,7 @@ Legend: T tokens of the bucket, R sampling rows of the bucket.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -96,7 +97,7 @@ class CudaOps:
     def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> Rope:
         return Rope(cos_PE.contiguous(), sin_PE.contiguous())
 
-    def begin(self, inputs: CudaInputs, cache: KVCache, rope: Rope) -> CudaStep:
+    def begin(self, inputs: Any, cache: KVCache, rope: Rope) -> CudaStep:
         self._num_tokens = inputs.state.num_tokens
         self._num_samples = inputs.state.num_samples
         self._device_name = torch.cuda.get_device_name(inputs.token_ids_T.device)
@@ -107,9 +108,9 @@ class CudaOps:
         return step
 
     @contextmanager
-    def counting(self, num_rows: Tensor) -> Iterator[None]:
-        """`logits` outside a step: of so many rows ([1] int32 on the device)."""
-        before, self._num_samples = self._num_samples, num_rows
+    def outside_a_step(self) -> Iterator[None]:
+        """`logits` of all rows that it is given."""
+        before, self._num_samples = self._num_samples, None
         try:
             yield
         finally:
@@ -202,8 +203,10 @@ class CudaOps:
         raise NotImplementedError("mixtures of experts do not run on CUDA yet")
 
     def logits(self, x_RD: Tensor, weight: CudaWeight) -> Tensor:
-        assert self._num_samples is not None, "begin or counting comes first"
-        return self._product(x_RD, weight, torch.float32, self._num_samples)
+        count = self._num_samples
+        if count is None:
+            count = torch.tensor([len(x_RD)], dtype=torch.int32, device=x_RD.device)
+        return self._product(x_RD, weight, torch.float32, count)
 
     def _count(self) -> Tensor:
         assert self._num_tokens is not None, "begin comes first"

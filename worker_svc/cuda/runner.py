@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from protos.step import NO_FLOATS, NO_INTS, Description, Floats, GroupConfig, Int32s, StepBatch, StepResult
 from worker_svc.assembly import describe
 from worker_svc.config import WorkerConfig
 from worker_svc.cpu_runner import Done
 from worker_svc.cuda import attention
-from worker_svc.cuda.graphs import Captured, StepGraphs
+from worker_svc.cuda.graphs import StepGraphs
 from worker_svc.cuda.ops import CudaOps
 from worker_svc.cuda.sampler import Draws
 from worker_svc.cuda.step_state import RING, Pairs, Sizes, StepState
@@ -93,16 +94,19 @@ class CudaRunner:
     model: this rank's shard, loaded with `CudaOps`.
     description: its facts; `memory_bytes` is free memory once the weights are loaded.
     kv_memory_bytes: for the cache; None: what a warmed-up step leaves.
+    graphs: False launches kernels one by one, for debugging and tests.
     """
 
     def __init__(
-        self, model: Decoder, description: Description, device: torch.device, kv_memory_bytes: int | None
-    ) -> None:
+        self, model: Decoder, description: Description, device: torch.device, kv_memory_bytes: int | None,
+        *, graphs: bool = True,
+    ) -> None:  # fmt: skip
         assert isinstance(model.ops, CudaOps)
         self._model, self._ops = model, model.ops
         self._description = description
         self._device = device
         self._kv_memory_bytes = kv_memory_bytes
+        self._use_graphs = graphs
         self._graphs: StepGraphs | None = None
         self._cache: KVCache | None = None
 
@@ -134,6 +138,7 @@ class CudaRunner:
                 spec, WARM_BLOCKS, config.block_size, dtype=self._ops.dtype, shard=shard, device=self._device
             )
             graphs = StepGraphs(self._model, warm, group, self._state, work, draws, config.max_seq_len - 1)
+            torch.cuda.reset_peak_memory_stats()
             for mixed, bucket in graphs.buckets():
                 graphs.run(mixed, bucket)  # of an empty message: loads every kernel, and shows what a step allocates
             torch.cuda.synchronize()
@@ -150,12 +155,15 @@ class CudaRunner:
                 spec, num_blocks, config.block_size, dtype=self._ops.dtype, shard=shard, device=self._device
             )
             graphs = StepGraphs(self._model, self._cache, group, self._state, work, draws, config.max_seq_len - 1)
-            graphs.capture()
+            if self._use_graphs:
+                graphs.capture()
+            else:
+                graphs.launch_kernels()
             torch.cuda.synchronize()
             self._state.written = int(self._state.step)  # warm-up steps advanced the device's counter
         self._graphs = graphs
         self._slots = SlotTable(config.max_num_seqs, blocks, block_size=config.block_size, num_blocks=num_blocks)
-        self._special: dict[int, SamplerRow | None] = {}  # slots of rows that the host draws, or that it scores
+        self._special: dict[int, SamplerRow] = {}  # rows that the host draws, by slot
         self._unresolved: deque[Pending] = deque()
         logger.info(
             "epoch %d: kernels in %.1f s, graphs in %.1f s, a step allocates %.2f GiB, %d blocks of %d tokens",
@@ -181,33 +189,34 @@ class CudaRunner:
         while len(self._unresolved) >= RING - 2:
             self._unresolved.popleft().event.synchronize()
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            captured = self._graphs.of_step(len(plan.slots), int(plan.query_starts[-1]))
+            launch = self._graphs.of_step(len(plan.slots), int(plan.query_starts[-1]))
             entry = self._state.write(plan, self._pairs, self._tile_tokens)
-            captured.graph.replay()
-            pending = self._finish(batch, plan, captured, entry)
+            hidden_TD, logits_SV = launch()
+            pending = self._finish(batch, plan, hidden_TD, logits_SV, entry)
             pending.event.record()
         self._unresolved.append(pending)
         return pending
 
-    def _finish(self, batch: StepBatch, plan: StepPlan, captured: Captured, entry: int) -> Pending:
+    def _finish(
+        self, batch: StepBatch, plan: StepPlan, hidden_TD: Tensor, logits_SV: Tensor, entry: int
+    ) -> Pending:
         """What of a step the host does after the graph: nothing for rows that only ask for a temperature."""
         slots = plan.slots[plan.samples]
         scores = PromptScores()
         if any(row.prompt_logprobs is not None for row in plan.rows):
-            count = torch.tensor([self._state.sizes.tokens], dtype=torch.int32, device=self._device)
-            with self._ops.counting(count):
-                scores.add(self._model, captured.hidden, plan, self._group)
+            with self._ops.outside_a_step():
+                scores.add(self._model, hidden_TD, plan, self._group)
         at_scheduler = self._config.sample_at_scheduler
         places = NO_INTS
         drawn, logits = None, None
         if at_scheduler:
-            logits = captured.logits[: len(slots)].cpu().numpy() if len(slots) and self._group.rank == 0 else None
+            logits = logits_SV[: len(slots)].cpu().numpy() if len(slots) and self._group.rank == 0 else None
         else:
             if self._special:
                 places = np.array([i for i, slot in enumerate(slots.tolist()) if slot in self._special], np.int32)
             tokens = np.full(len(slots), -1, np.int32)
             if len(places):
-                drawn, logits = self._draw(captured, places, slots[places])
+                drawn, logits = self._draw(logits_SV, places, slots[places])
                 tokens[places] = np.maximum(drawn.token_ids, 0)
             self._slots.drawn(plan, tokens)
         event = torch.cuda.Event()
@@ -216,18 +225,18 @@ class CudaRunner:
             at_scheduler,
         )  # fmt: skip
 
-    def _draw(self, captured: Captured, places: Int32s, slots: Int32s) -> tuple[Drawn, Floats | None]:
+    def _draw(self, logits_SV: Tensor, places: Int32s, slots: Int32s) -> tuple[Drawn, Floats | None]:
         """Draw on the host, and make what was drawn known to the next step."""
         rows = [self._special[slot] for slot in slots.tolist()]
-        logits_SV = captured.logits[torch.from_numpy(places).to(self._device)].cpu()
-        drawn = sample(logits_SV, rows)
+        logits = logits_SV[torch.from_numpy(places).to(self._device)].cpu()
+        drawn = sample(logits, rows)
         known = np.maximum(drawn.token_ids, 0)
         for row, token in zip(rows, known.tolist()):
             row.append(token)
         last = torch.from_numpy(known).to(self._device)
         self._state.state[torch.from_numpy(slots).to(self._device), 0] = last
         wanted = np.array([row.sampling.return_logits for row in rows], bool)
-        return drawn, logits_SV.numpy()[wanted] if wanted.any() and self._group.rank == 0 else None
+        return drawn, logits.numpy()[wanted] if wanted.any() and self._group.rank == 0 else None
 
 
 def _drawn_on_device(row: SamplerRow) -> bool:

@@ -1,0 +1,93 @@
+"""A dense decoder in plain fp32 torch, one prompt at a time, as the reference that greedy ids are held against.
+
+Knows the random weights of `worker_svc.loading.random_weights` (or a checkpoint's tensors) by their names, and nothing of
+the engine's layers. The question it answers is teacher-forced: given the ids so far, which id is the likeliest, and by
+how much? An engine in bf16 may only differ where the two likeliest logits are within two bf16 steps of each other.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = Callable[[str, tuple[int, ...]], Tensor]
+
+
+def weights_of(folder: Path, config: dict[str, Any], device: torch.device) -> Weights:
+    """A function from (name, shape) to the tensor in fp32."""
+    files = list(folder.glob("*.safetensors"))
+    if files:
+        from safetensors import safe_open
+
+        where = {name: file for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+        return lambda name, shape: safe_open(where[name], "pt").get_tensor(name).to(device, torch.float32)
+    from worker_svc.loading.random_weights import draw
+
+    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    return lambda name, shape: draw(name, shape, 0, device, widened=name == head).float()
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@torch.inference_mode()
+def logits(config: dict[str, Any], weights: Weights, ids: list[list[int]], device: torch.device) -> list[Tensor]:
+    """[len(ids[i]), vocabulary] of each sequence; layers are drawn once and used for all."""
+    c, v = config["hidden_size"], config["vocab_size"]
+    heads, kv, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
+    d, inner = config.get("head_dim") or c // heads, config["intermediate_size"]
+    table = weights("model.embed_tokens.weight", (v, c))
+    xs = [table[torch.tensor(row, device=device)] for row in ids]
+    if not config.get("tie_word_embeddings"):
+        del table
+    inverse = config["rope_theta"] ** -(torch.arange(0, d, 2, device=device, dtype=torch.float64) / d)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        qkv = [weights(f"{p}self_attn.{n}_proj.weight", (h * d, c)) for n, h in (("q", heads), ("k", kv), ("v", kv))]
+        out = weights(f"{p}self_attn.o_proj.weight", (c, heads * d))
+        q_norm, k_norm = (weights(f"{p}self_attn.{n}_norm.weight", (d,)) for n in ("q", "k"))
+        before, after = (weights(f"{p}{n}_layernorm.weight", (c,)) for n in ("input", "post_attention"))
+        gate, up = (weights(f"{p}mlp.{n}_proj.weight", (inner, c)) for n in ("gate", "up"))
+        down = weights(f"{p}mlp.down_proj.weight", (c, inner))
+        for i, x in enumerate(xs):
+            n = len(x)
+            angles = torch.arange(n, device=device, dtype=torch.float64)[:, None] * inverse
+            cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
+            y = norm(x, before, eps)
+            q, k, v_ = ((y @ w.T).view(n, -1, d) for w in qkv)
+            q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
+            q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), -1) for a, b in (t.chunk(2, -1) for t in (q, k)))
+            k, v_ = (t.repeat_interleave(heads // kv, 1).transpose(0, 1) for t in (k, v_))
+            scores = q.transpose(0, 1) @ k.transpose(1, 2) * d**-0.5
+            hidden = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
+            mixed = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_).transpose(0, 1).reshape(n, -1)
+            x = x + mixed @ out.T
+            y = norm(x, after, eps)
+            xs[i] = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    final = weights("model.norm.weight", (c,))
+    head = table if config.get("tie_word_embeddings") else weights("lm_head.weight", (v, c))
+    return [norm(x, final, eps) @ head.T for x in xs]
+
+
+def check_greedy(folder: Path, answers: list[tuple[list[int], list[int]]], device: str) -> dict[str, Any]:
+    """How many ids are the reference's, differ where its first two logits are close, and are wrong."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config = json.loads((folder / "config.json").read_text())
+    where = torch.device(device)
+    rows = logits(config, weights_of(folder, config, where), [prompt + out[:-1] for prompt, out in answers], where)
+    counts = {"checked": 0, "equal": 0, "close": 0, "wrong": 0}
+    gaps = []
+    for (prompt, out), row in zip(answers, rows, strict=True):
+        top = row[len(prompt) - 1 :].topk(2, -1)
+        for token, values, ids in zip(out, top.values, top.indices, strict=True):
+            gap = float(values[0] - values[1])
+            step = 2.0 ** (torch.frexp(values[0].abs().cpu())[1].item() - 8)  # of a bf16 number of this size
+            gaps.append(gap / step)
+            kind = "equal" if token == int(ids[0]) else "close" if gap < 2 * step else "wrong"
+            counts["checked"] += 1
+            counts[kind] += 1
+    return counts | {"median_gap_in_bf16_steps": round(sorted(gaps)[len(gaps) // 2], 2)}
