@@ -15,7 +15,7 @@ import numpy as np
 from scheduler_svc.core.rows import Int64s
 
 MAX_WASTE = 0.12  # of all work, in tokens computed again
-MIN_GAIN = 0.5  # tokens gained for each one computed again
+MIN_GAIN = 0.35  # tokens gained for each one computed again
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -65,6 +65,8 @@ class Outlook:
 
     def fills_at(self, num_blocks: int, block_size: int) -> int | None:
         """The first step from now in which the rows own more than `num_blocks`; None: they never do."""
+        if int(((self.position + self.last) // block_size + 1 - self.adopted).sum()) <= num_blocks:
+            return None  # not even if all of them ended at once
         times, usage = self.usage_at_endings(block_size)
         over = np.flatnonzero(usage > num_blocks)
         if not len(over):

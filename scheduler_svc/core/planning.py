@@ -20,6 +20,8 @@ class Planner:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._config = residency.config
+        self._outlook: Outlook | None = None  # of this plan, once it is needed
+        self._shared = 0  # blocks in use beside the rows' own
         self.blocked = ""  # why the head of the queue waits
 
     def plan(self, epoch: int, now: float) -> StepBatch | None:
@@ -111,7 +113,7 @@ class Planner:
     def _admit(self, draft: Draft, budget: int, now: float) -> int:
         """Seat waiting sequences in their order until one does not fit; the budget that is left."""
         queue, rows = self._residency.queue, self._residency.rows
-        self.blocked = ""
+        self.blocked, self._outlook = "", None
         while (sequence := queue.head()) is not None:
             if not rows.num_free:
                 self.blocked = "slots"
@@ -182,11 +184,14 @@ class Planner:
         target = sequence.to_compute
         steps = -(-(target - num_computed) // budget)
         last = steps - 1 + max(0, sequence.limit - 1 - target) + config.pipeline_depth - 1
-        others, shared = self._outlook(budget)
-        spare = pool.num_blocks - shared - revived
+        if self._outlook is None:
+            self._outlook, self._shared = self._look_ahead(budget)
+        others, shared = self._outlook, self._shared + revived
+        spare = pool.num_blocks - shared
         all_of_them = others.plus(target - steps, last, len(found))
         fills_at = all_of_them.fills_at(spare, config.block_size)
         if fills_at is None:
+            self._outlook, self._shared = all_of_them, shared
             return True
         gain = fills_at - steps + 1
         times, usage = others.usage_at_endings(config.block_size)
@@ -195,6 +200,7 @@ class Planner:
         if gain <= 0 or not self._residency.ledger.allows(gain, waste, self._work_ahead()):
             return False
         sequence.expected_waste = waste
+        self._outlook, self._shared = all_of_them, shared
         return True
 
     def _work_ahead(self) -> int:
@@ -202,7 +208,7 @@ class Planner:
         slots = np.flatnonzero(rows.phase)
         return int((rows.limit[slots] - rows.scheduled[slots]).sum()) + queue.num_tokens + queue.num_output_tokens
 
-    def _outlook(self, budget: int) -> tuple[Outlook, int]:
+    def _look_ahead(self, budget: int) -> tuple[Outlook, int]:
         """The running rows for the forecast, and how many blocks are in use beside their own."""
         rows, pool, config = self._residency.rows, self._residency.pool, self._config
         slots = np.flatnonzero(rows.phase)

@@ -1,0 +1,140 @@
+"""What the core and the codec cost a step, without a model: `python -m bench.core_bench --rows 256 [--json]`.
+
+A steady step of N decoding rows (prompts of mixed lengths, so that a sixteenth of the rows needs a block each step),
+the same with 1 % of the rows ending and as many arriving each step, and a trace of 10,000 requests with the output
+lengths of the longtail64 workload against a model of ideal packing. One core, no torch; the executor answers at once.
+"""
+
+import argparse
+import heapq
+import json
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from protos import codec
+from protos.step import NO_FLOATS, RowSampling, StepBatch, StepResult
+from protos import worker_pb2 as pb
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.scheduler import Scheduler
+
+BLOCK = 16
+STEADY_STEPS = 1500
+EOS = frozenset({2})
+
+
+def make_core(rows: int, max_seq_len: int = 32768, depth: int = 2, **options: int) -> Scheduler:
+    return Scheduler(
+        CoreConfig(
+            num_blocks=options.pop("num_blocks", rows * 300),
+            max_num_seqs=rows,
+            max_batch_tokens=max(512, 2 * rows),
+            max_seq_len=max_seq_len,
+            max_queue=options.pop("max_queue", 4 * rows),
+            pipeline_depth=depth,
+            **options,
+        )
+    )
+
+
+def make_request(key: int, num_prompt: int, max_tokens: int) -> Request:
+    prompt = np.random.default_rng(key).integers(1000, 40000, num_prompt).astype(np.int32)
+    stops = np.array(sorted(EOS), np.int32)
+    return Request(key, f"r{key}", prompt, RowSampling(temperature=0.6, stop_ids=stops), key, max_tokens, eos_ids=EOS)
+
+
+class Answers:
+    """Results of any batch: as many tokens as rows sample. Mirrors what a worker derives from a batch, by counting."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        self._tokens = np.random.default_rng(0).integers(1000, 40000, 1 << 16).astype(np.int32)
+
+    def answer(self, batch: StepBatch) -> StepResult:
+        step = self._core._residency.in_flight[-1]
+        count = len(step.slots) if step.samples is None else int(step.samples.sum())
+        return StepResult(batch.epoch, batch.seq, 0, token_ids=self._tokens[:count], logprobs=NO_FLOATS)
+
+
+@dataclass
+class Timing:
+    plan_commit_ms: float
+    plan_ms: float
+    commit_ms: float
+    codec_us: float
+    message_bytes: int
+
+
+def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
+    """Medians over many steps of one full pipeline turn: plan of a step, commit of an older one."""
+    core = make_core(rows)
+    answers = Answers(core)
+    key = 0
+    for key in range(rows):
+        core.submit(make_request(key, 1 + (key * 37) % 64, 4000), 0.0)
+    waiting: list[StepResult] = []
+    now = 0.0
+    while core.stats().waiting or core._residency.rows.prefilling or len(waiting) < 2:
+        now += 1.0
+        while core.can_plan and (batch := core.plan(now)) is not None:
+            waiting.append(answers.answer(batch))
+        core.commit(waiting.pop(0), now)
+        if core.can_plan and (batch := core.plan(now)) is not None:
+            waiting.append(answers.answer(batch))
+    live = list(range(rows))
+    plans, commits, codecs, sizes = [], [], [], []
+    clock = time.perf_counter
+    rng = np.random.default_rng(1)
+    while len(plans) < steps:
+        now += 1.0
+        for _ in range(int(churn * rows + 0.5) if churn else 0):
+            core.cancel(live.pop(int(rng.integers(len(live)))), now)
+            key += 1
+            core.submit(make_request(key, 1 + (key * 37) % 64, 4000), now)
+            live.append(key)
+        started = clock()
+        core.commit(waiting.pop(0), now)
+        committed = clock()
+        batch = core.plan(now)
+        planned = clock()
+        assert batch is not None
+        result = answers.answer(batch)
+        begun = clock()
+        data = pb.StepRequest(batch=codec.encode_batch(batch)).SerializeToString()
+        codec.decode_batch(pb.StepRequest.FromString(data).batch)
+        reply = pb.StepReply(result=codec.encode_result(result)).SerializeToString()
+        codec.decode_result(pb.StepReply.FromString(reply).result, None)
+        done = clock()
+        waiting.append(result)
+        commits.append(committed - started)
+        plans.append(planned - committed)
+        codecs.append(done - begun)
+        sizes.append(len(data))
+    return Timing(
+        plan_commit_ms=round(float(np.median(np.add(plans, commits))) * 1e3, 4),
+        plan_ms=round(float(np.median(plans)) * 1e3, 4),
+        commit_ms=round(float(np.median(commits)) * 1e3, 4),
+        codec_us=round(float(np.median(codecs)) * 1e6, 1),
+        message_bytes=int(np.median(sizes)),
+    )
+
+
+def longtail(count: int, seed: int = 0) -> np.ndarray:
+    """Output lengths as the longtail64 workload's: log-normal, median 1500, at most 16384."""
+    outputs = np.random.default_rng(seed).lognormal(np.log(1500), 1.0, count)
+    return np.clip(outputs, 16, 16384).astype(int)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    quiet, busy = steady(arguments.rows), steady(arguments.rows, churn=0.01, steps=600)
+    print(quiet, busy)
+
+
+if __name__ == "__main__":
+    main()
