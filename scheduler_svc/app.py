@@ -9,6 +9,7 @@ Exit codes: 0 after a drain; 1 when the engine process ended; 2 for options that
 import argparse
 import asyncio
 import functools
+import importlib.util
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ import grpc
 
 from protos.worker_link import SECRET_VARIABLE
 from scheduler_svc import limits, logs
+from scheduler_svc.calls import Calls
 from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
 from scheduler_svc.front_end import FrontEnd
 from scheduler_svc.loop import EngineConfig
@@ -51,6 +53,7 @@ class SchedulerConfig:
     metrics: tuple[str, int] | None = None
     tls: TlsFiles = field(default_factory=TlsFiles)
     tokens: tuple[str, ...] = ()
+    openai: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--worker-tls-ca", type=Path, metavar="FILE", help="whose certificates the workers must show")
     add("--worker-tls-cert", type=Path, metavar="FILE", help="with --worker-tls-key: shown to the workers")
     add("--worker-tls-key", type=Path, metavar="FILE")
+    add("--openai", action="store_true", help="serve vllm.grpc.engine.VllmEngine too, for the gateway smg")
     add("--log-format", choices=("text", "json"), default="text")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--check-invariants", action="store_true", help="check the core after every step; slow")
@@ -108,6 +112,8 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
     for name in ("kv_blocks", "max_seq_len", "max_queue", "drain_timeout", "step_timeout", "recovery_timeout"):
         if getattr(options, name) < 0:
             usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it cannot be negative")
+    if options.openai and importlib.util.find_spec("smg_grpc_proto") is None:
+        usage.error("--openai needs the extra: pip install 'lockstep[openai]'")
     try:
         tokens = read_tokens(options.tokens_file) if options.tokens_file else ()
     except (OSError, ValueError) as error:
@@ -139,6 +145,7 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
         metrics=_metrics_address(options, usage),
         tls=TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca),
         tokens=tokens,
+        openai=options.openai,
     )
     return config, options
 
@@ -180,7 +187,9 @@ class SchedulerServer:
         front.on_idle = self._idle.set
         interceptors = [BearerTokens(self._config.tokens)] if self._config.tokens else []
         self._server = grpc.aio.server(interceptors=interceptors, options=limits.PUBLIC_SERVER_OPTIONS)
-        add_services(self._server, GenerationService(front, metrics.summary), self._health)
+        calls = Calls(front)
+        names = self._add_openai(calls) if self._config.openai else ()
+        add_services(self._server, GenerationService(calls, metrics.summary), self._health, names)
         if not self._bind():
             return EXIT_PORT
         if self._config.metrics is not None:
@@ -204,6 +213,11 @@ class SchedulerServer:
         await self._server.stop(LAST_WORDS_S)
         await loop.run_in_executor(None, self._engine.close)
         return self._exit_code
+
+    def _add_openai(self, calls: Calls) -> Sequence[str]:
+        from scheduler_svc.openai_front import add_openai_front  # an optional extra
+
+        return add_openai_front(self._server, calls)
 
     def _bind(self) -> bool:
         credentials = self._config.tls.server_credentials()

@@ -343,8 +343,12 @@ class FrontEnd:
             encode_chat=self._encode_chat if self.tokenizer is not None else None,
         )
 
+    def tokenizer_folder(self, model_path: str) -> Path:
+        """Where the tokenizer is, or would be."""
+        return self._tokenizer_folder or Path(model_path)
+
     def _load_tokenizer(self, model_path: str) -> None:
-        folder = self._tokenizer_folder or Path(model_path)
+        folder = self.tokenizer_folder(model_path)
         try:
             self.tokenizer = Tokenizer(folder)
         except FileNotFoundError as error:
