@@ -42,11 +42,11 @@ python=.venv/bin/python
 wheels=docker/wheels
 mkdir -p $wheels
 rm -f $wheels/lockstep-*.whl
-$python -m pip wheel -q --no-deps --disable-pip-version-check -w $wheels .
+$python -m pip wheel -qq --no-deps --disable-pip-version-check -w $wheels .
 rm -rf build
 if ! cmp -s constraints.txt $wheels/.filled; then
   say "filling $wheels"
-  $python -m pip download -q --disable-pip-version-check --only-binary :all: --python-version 3.11 -d $wheels \
+  $python -m pip download -qq --disable-pip-version-check --only-binary :all: --python-version 3.11 -d $wheels \
     -c constraints.txt -r docker/packages-worker.txt "${TORCH:-torch==2.13.0}"
   cp constraints.txt $wheels/.filled
 fi
