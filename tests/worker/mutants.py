@@ -1,0 +1,184 @@
+"""Deliberate faults, switched on inside a process: each must make the test that names it fail.
+
+A mutant is a context manager that patches the worker's code; nothing here is used outside tests.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from worker_svc.attention import work
+from worker_svc.layers import attention as attention_layer
+from worker_svc.layers.mlp import GatedMLP
+from worker_svc.layers.parameter import Parameter
+from worker_svc.models import dense
+from worker_svc.ops import cpu
+from worker_svc.ops.leaves import fold
+from worker_svc.spec import RopeSpec, Shard
+
+MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+
+
+def mutant(function: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
+    made = contextmanager(function)
+    MUTANTS[function.__name__] = made
+    return made
+
+
+@mutant
+def drop_last_key() -> Iterator[None]:
+    """A query does not see its own key."""
+    honest = work._pass
+
+    def without_own(host: Any, *args: Any) -> work.Pass:
+        made = honest(host, *args)
+        hidden = made.hidden_WQS.clone()
+        own = hidden.logical_not().long().cumsum(-1).argmax(-1, keepdim=True)
+        return dataclasses.replace(made, hidden_WQS=hidden.scatter(-1, own, True))
+
+    with mock.patch.object(work, "_pass", without_own):
+        yield
+
+
+@mutant
+def ignore_block_offset() -> Iterator[None]:
+    """Every token of a block is written to the block's first place."""
+    honest = cpu.CpuStep.__init__
+
+    def first_place(self: Any, inputs: Any, cache: Any, rope: Any) -> None:
+        honest(self, inputs, cache, rope)
+        self.written = self.written // cache.block_size * cache.block_size
+
+    with mock.patch.object(cpu.CpuStep, "__init__", first_place):
+        yield
+
+
+@mutant
+def mirrored_slice() -> Iterator[None]:
+    """Ranks hold each other's columns of down_proj."""
+    honest = GatedMLP.parameters
+
+    def mirrored(self: Any) -> Iterator[Parameter]:
+        gate_up, down = honest(self)
+        (part,) = down.slices
+        stop = part.shape[1] - part.part.start
+        yield gate_up
+        yield dataclasses.replace(down, slices=(dataclasses.replace(part, part=range(stop - len(part.part), stop)),))
+
+    with mock.patch.object(GatedMLP, "parameters", mirrored):
+        yield
+
+
+@mutant
+def skipped_reduce() -> Iterator[None]:
+    """A rank adds its own leaves only."""
+    with mock.patch.object(cpu, "fold_across", lambda leaves, part, group: fold(leaves)):
+        yield
+
+
+@mutant
+def library_reduce() -> Iterator[None]:
+    """gloo adds, in an order of its own."""
+
+    def reduced(leaves: Any, part: Any, group: Any) -> torch.Tensor:
+        return group.all_reduce(fold(leaves).clone())
+
+    with mock.patch.object(cpu, "fold_across", reduced):
+        yield
+
+
+@mutant
+def mirrored_kv_heads() -> Iterator[None]:
+    honest = Shard.kv_heads
+
+    def mirrored(self: Shard, total: int) -> range:
+        return honest(Shard(self.tp - 1 - self.rank, self.tp), total)
+
+    with mock.patch.object(Shard, "kv_heads", mirrored):
+        yield
+
+
+@mutant
+def chunk_aligned_splits() -> Iterator[None]:
+    """Prefill cuts keys at other places than decode."""
+    honest = work._pass
+
+    def cut(host: Any, tiles: Any, height: int, *args: Any) -> work.Pass:
+        made = honest(host, tiles, height, *args)
+        return made if height == 1 else _halved(made)
+
+    with mock.patch.object(work, "_pass", cut):
+        yield
+
+
+def _halved(made: work.Pass) -> work.Pass:
+    """Each split seen in two: first the keys below its middle, then those above, folded."""
+    low, high = made.hidden_WQS.clone(), made.hidden_WQS.clone()
+    low[..., 128:] = True
+    high[..., :128] = True
+    bounds, folded, tiles, keys, hidden = [], [], [], [], []
+    for begin, end in made.bounds:
+        for part in (low, high):
+            start = sum(len(t) for t in tiles)
+            tiles.append(made.item_tiles_W[begin:end])
+            keys.append(made.keys_W[begin:end])
+            hidden.append(part[begin:end])
+            bounds.append((start, start + end - begin))
+            folded.append(made.item_tiles_W[begin:end])
+    return dataclasses.replace(
+        made,
+        item_tiles_W=torch.cat(tiles),
+        keys_W=torch.cat(keys),
+        hidden_WQS=torch.cat(hidden),
+        bounds=tuple(bounds),
+        folded=tuple(folded[1:]),
+    )
+
+
+@mutant
+def rows_decide_the_path() -> Iterator[None]:
+    """A single row goes through another product than many."""
+    honest = cpu.matmul
+
+    def split_by_rows(x: torch.Tensor, weight: Any) -> torch.Tensor:
+        if len(x) > 1:
+            return honest(x, weight)
+        return torch.stack([honest(part, weight) for part in _halves(x)]).sum(0)
+
+    with mock.patch.object(cpu, "matmul", split_by_rows):
+        yield
+
+
+def _halves(x: torch.Tensor) -> list[torch.Tensor]:
+    first = x.clone()
+    first[:, x.shape[1] // 2 :] = 0
+    return [first, x - first]
+
+
+@mutant
+def ignored_rope_kind() -> Iterator[None]:
+    honest = dense.read_rope
+    with mock.patch.object(dense, "read_rope", lambda config: RopeSpec(theta=honest(config).theta)):
+        yield
+
+
+@mutant
+def dropped_bias() -> Iterator[None]:
+    honest = cpu.CpuOps.prepare_column
+    with mock.patch.object(cpu.CpuOps, "prepare_column", lambda self, w, b: honest(self, w, None)):
+        yield
+
+
+@mutant
+def window_off_by_one() -> Iterator[None]:
+    honest = attention_layer.HeadShape
+
+    def wider(heads: int, kv_heads: int, head_dim: int, window: int) -> Any:
+        return honest(heads, kv_heads, head_dim, window + 1 if window else 0)
+
+    with mock.patch.object(attention_layer, "HeadShape", wider):
+        yield
