@@ -86,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     add("--openai", action="store_true", help="serve vllm.grpc.engine.VllmEngine too, for the gateway smg")
     add("--log-format", choices=("text", "json"), default="text")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add("--record", type=Path, metavar="DIR", help="write the step stream for lockstep-replay; it holds token ids")
+    add("--record-mib", type=int, default=256, metavar="N", help="what that folder may grow to; old files go first")
     add("--check-invariants", action="store_true", help="check the core after every step; slow")
     return found
 
@@ -125,6 +127,8 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             os.environ.get(SECRET_VARIABLE),
             TlsFiles(options.worker_tls_cert, options.worker_tls_key, options.worker_tls_ca),
             options.sample_at == "scheduler",
+            options.record,
+            options.record_mib << 20,
         ),
         engine=EngineConfig(
             block_size=options.block_size,

@@ -13,6 +13,7 @@ class WorkerGroup:
     addresses: host:port of each rank, rank 0 first.
     secret: what the workers were started with; None: they take anyone on loopback.
     record: folder for the step stream; None: it is not recorded.
+    record_bytes: what the folder may grow to.
     """
 
     addresses: tuple[str, ...]
@@ -20,6 +21,7 @@ class WorkerGroup:
     tls: TlsFiles | None = None
     sample_at_scheduler: bool = False
     record: Path | None = None
+    record_bytes: int = 256 << 20
 
     def connect(self) -> Executor:
         """Imports here what only the engine process needs."""
@@ -31,4 +33,8 @@ class WorkerGroup:
             from scheduler_svc.host_sampling import HostSampling
 
             executor = HostSampling(executor)
+        if self.record is not None:
+            from scheduler_svc.recording import Recording
+
+            executor = Recording(executor, self.record, self.record_bytes)
         return executor

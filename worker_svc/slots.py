@@ -7,7 +7,7 @@ applied further; the epoch cannot go on after that.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,19 @@ class SlotTable:
     def tokens(self, slot: int) -> Int32s:
         """A copy of the slot's known tokens."""
         return self._tokens[slot, : self._known[slot]].copy()
+
+    def introductions(self) -> tuple[Row, ...]:
+        """The live rows as they stand now, each as an introduction of its own."""
+        return tuple(
+            replace(
+                row,
+                token_ids=self.tokens(slot),
+                num_computed=int(self._computed[slot]),
+                block_ids=self._tables[slot, : self._table_lengths[slot]].copy(),
+            )
+            for slot in self.live.tolist()
+            if (row := self._rows[slot]) is not None
+        )
 
     def apply(self, batch: StepBatch) -> StepPlan:
         """Apply a batch in the order of protos/step.py; the rows that run, their counts already advanced."""

@@ -1,4 +1,4 @@
-"""One request, one answer: whatever the number of ranks, the depth of the pipeline, the place of sampling, the threads."""
+"""One request, one answer, whatever the number of ranks, the pipeline's depth, the place of sampling, the threads."""
 
 import pytest
 

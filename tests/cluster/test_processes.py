@@ -183,7 +183,9 @@ def test_nothing_is_left_behind_however_the_supervisor_ends(tiny, number):
 def test_the_processes_are_easy_to_recognise(one):
     names = {psutil.Process(pid).name() for pid in one.pids()}
     assert names == {"lockstep-schedu", "lockstep-engine", "lockstep-worker"}
-    told = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(one.worker_pid(0))], capture_output=True, text=True).stdout
+    told = subprocess.run(
+        ["ps", "-ww", "-o", "args=", "-p", str(one.worker_pid(0))], capture_output=True, text=True
+    ).stdout
     assert "lockstep-worker --listen 127.0.0.1:" in told
 
 
