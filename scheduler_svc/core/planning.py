@@ -8,10 +8,10 @@ always gets on.
 import numpy as np
 
 from protos.step import NO_INTS, StepBatch
-from scheduler_svc.core.admission import Outlook
+from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batching import Chunk, Draft, Step, extension, first_share, step_columns
 from scheduler_svc.core.residency import Residency
-from scheduler_svc.core.rows import DECODE, LEAVING, PREFILL, Bools, Int64s
+from scheduler_svc.core.rows import DECODE, Bools, Int64s
 from scheduler_svc.core.sampling_state import introduce
 from scheduler_svc.core.sequence import Phase, Sequence
 
@@ -20,8 +20,7 @@ class Planner:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._config = residency.config
-        self._outlook: Outlook | None = None  # of this plan, once it is needed
-        self._shared = 0  # blocks in use beside the rows' own
+        self._admission = Admission(residency)
         self.blocked = ""  # why the head of the queue waits
 
     def plan(self, epoch: int, now: float) -> StepBatch | None:
@@ -113,7 +112,8 @@ class Planner:
     def _admit(self, draft: Draft, budget: int, now: float) -> int:
         """Seat waiting sequences in their order until one does not fit; the budget that is left."""
         queue, rows = self._residency.queue, self._residency.rows
-        self.blocked, self._outlook = "", None
+        self.blocked = ""
+        self._admission.begin()
         while (sequence := queue.head()) is not None:
             if not rows.num_free:
                 self.blocked = "slots"
@@ -141,7 +141,7 @@ class Planner:
         num_cached = len(found) * config.block_size
         num_computed = min(num_cached, to_compute - 1)
         count = min(to_compute - num_computed, budget)
-        if not self._fits(sequence, found, num_computed, count, budget):
+        if not self._admission.fits(sequence, found, num_computed, count, budget):
             self.blocked = "blocks"
             return 0
         first = sequence.admitted_at is None
@@ -168,63 +168,6 @@ class Planner:
                 break
             last = digest
         return last
-
-    def _fits(self, sequence: Sequence, found: list[int], num_computed: int, count: int, budget: int) -> bool:
-        """Its first chunk fits now and, as far as lengths are known, the rest will, or is worth a preemption."""
-        pool, config = self._residency.pool, self._config
-        now = max(0, -(-(num_computed + count) // config.block_size) - len(found))
-        revived = int((pool.references[found] == 0).sum()) if found else 0
-        sequence.expected_waste = 0
-        if now + revived > pool.num_available:
-            return False
-        if not (self._residency.rows.num_live and config.forecast):
-            return True
-        if pool.num_available - now - revived < config.watermark * pool.num_blocks:
-            return False
-        target = sequence.to_compute
-        steps = -(-(target - num_computed) // budget)
-        last = steps - 1 + max(0, sequence.limit - 1 - target) + config.pipeline_depth - 1
-        if self._outlook is None:
-            self._outlook, self._shared = self._look_ahead(budget)
-        others, shared = self._outlook, self._shared + revived
-        spare = pool.num_blocks - shared
-        all_of_them = others.plus(target - steps, last, len(found))
-        fills_at = all_of_them.fills_at(spare, config.block_size)
-        if fills_at is None:
-            self._outlook, self._shared = all_of_them, shared
-            return True
-        gain = fills_at - steps + 1
-        times, usage = others.usage_at_endings(config.block_size)
-        kept = spare - int(usage[times >= fills_at].max(initial=0)) if config.prefix_cache else 0
-        waste = max(0, target + gain - max(0, kept) * config.block_size)
-        if gain <= 0 or not self._residency.ledger.allows(gain, waste, self._work_ahead()):
-            return False
-        sequence.expected_waste = waste
-        self._outlook, self._shared = all_of_them, shared
-        return True
-
-    def _work_ahead(self) -> int:
-        rows, queue = self._residency.rows, self._residency.queue
-        slots = np.flatnonzero(rows.phase)
-        return int((rows.limit[slots] - rows.scheduled[slots]).sum()) + queue.num_tokens + queue.num_output_tokens
-
-    def _look_ahead(self, budget: int) -> tuple[Outlook, int]:
-        """The running rows for the forecast, and how many blocks are in use beside their own."""
-        rows, pool, config = self._residency.rows, self._residency.pool, self._config
-        slots = np.flatnonzero(rows.phase)
-        phase, scheduled, known = rows.phase[slots], rows.scheduled[slots], rows.known[slots]
-        adopted, ahead = rows.num_adopted[slots], config.pipeline_depth - 1
-        target = np.minimum(known, np.maximum(rows.limit[slots] - 1, rows.num_prompt[slots] - 1))
-        steps = -((scheduled - target) // budget)
-        prefill = phase == PREFILL
-        position = np.where(prefill, target - steps, scheduled)
-        last = np.where(
-            prefill, steps - 1 + np.maximum(0, rows.limit[slots] - 1 - target), rows.limit[slots] - 2 - scheduled
-        )
-        last = np.where(phase == LEAVING, 0, last) + ahead
-        own = int((rows.num_blocks[slots] - adopted).sum())
-        shared = pool.num_blocks - pool.num_available - self._residency.num_held - own
-        return Outlook(position, np.maximum(last, 0), adopted), max(0, shared)
 
     # Columns
 

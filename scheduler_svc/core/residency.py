@@ -10,9 +10,10 @@ from collections import deque
 import numpy as np
 
 from protos.step import Int32s
-from scheduler_svc.core.admission import Ledger
 from scheduler_svc.core.batching import Step
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.ledger import Ledger
+from scheduler_svc.core.lengths import LengthHistory
 from scheduler_svc.core.prefix_cache import PrefixIndex, extend_chain, root_digest
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
@@ -31,6 +32,7 @@ class Residency:
         self.stops = StopTable()
         self.counters = Counters()
         self.ledger = Ledger(window=8 * config.num_blocks * config.block_size)
+        self.lengths = LengthHistory()
         self.in_flight: deque[Step] = deque()
         self.next_seq = 0
         self.leaving: list[Sequence] = []  # in order of leaves_after

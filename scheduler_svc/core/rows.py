@@ -69,6 +69,7 @@ class Rows:
         self.phase = np.zeros(num_slots, np.int8)
         self.introduced = np.zeros(num_slots, bool)  # the workers hold the slot
         self.wants_logits = np.zeros(num_slots, bool)
+        self.may_stop = np.zeros(num_slots, bool)  # some token ends it before its max_tokens
         for name in _COLUMNS:
             setattr(self, name, np.zeros(num_slots, np.int64))
         self.tokens = np.zeros((num_slots, min(64, max_seq_len)), np.int32)  # wider as rows grow
@@ -116,6 +117,7 @@ class Rows:
         self.limit[slot], self.num_prompt[slot] = sequence.limit, sequence.num_prompt
         self.num_alternatives[slot] = request.sampling.logprobs or 0
         self.wants_logits[slot] = request.sampling.return_logits
+        self.may_stop[slot] = bool(sequence.stop_set)
         self.priority[slot], self.order[slot] = request.priority, sequence.order
         self.reserve(known + 1)
         self.tokens[slot, :known] = sequence.tokens

@@ -28,6 +28,8 @@ from scheduler_svc.core.sequence import Phase, Sequence
 from scheduler_svc.core.stats import Stats
 from scheduler_svc.core.stopping import first_stop
 
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED)
+
 
 @dataclass(eq=False, slots=True)
 class _Live:
@@ -290,6 +292,8 @@ class Scheduler:
         elif residency.queue.holds(sequence):
             residency.queue.remove(sequence)
         sequence.phase = Phase.ENDED
+        if sequence.stop_set and num_output and reason in _OWN_ENDS:
+            residency.lengths.add(num_output)
         live = self._live[request.key]
         live.sequences.remove(sequence)
         if not live.sequences:
