@@ -20,6 +20,7 @@ import grpc
 from google.rpc import code_pb2
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2 as common
 
 from protos import generation_pb2 as pb
 from scheduler_svc import statuses
@@ -149,7 +150,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
         for at, piece in enumerate(pieces):
             last = at == len(pieces) - 1
-            yield vllm.GetTokenizerChunk(data=piece, sha256=hashlib.sha256(data).hexdigest() if last else "")
+            yield common.GetTokenizerChunk(data=piece, sha256=hashlib.sha256(data).hexdigest() if last else "")
 
     async def _stats(self) -> Mapping[str, float] | None:
         answer: asyncio.Future[Mapping[str, float]] = asyncio.get_running_loop().create_future()
@@ -214,9 +215,7 @@ class _Answer:
         if not self._stream:
             complete.output_ids.extend(whole.token_ids)
             if self._wants_logprobs:
-                complete.output_logprobs.CopyFrom(
-                    _output_logprobs(whole.token_ids, whole.logprobs, whole.alternatives)
-                )
+                complete.output_logprobs.CopyFrom(_output_logprobs(whole.token_ids, whole.logprobs, whole.alternatives))
             if self._scores and event.index == 0:
                 complete.input_logprobs.CopyFrom(self._input_logprobs())
         return vllm.GenerateResponse(complete=complete)
@@ -253,11 +252,11 @@ def translate(request: Any) -> pb.GenerateRequest:
         ours.text = request.text
     elif kind == "tokenized":
         ours.token_ids.ids.extend(request.tokenized.input_ids)
-    for name in ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs"):
+    for name in ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"):
         if request.HasField(name):
             raise Unsupported(f"{name} is not supported")
-    if request.media_refs or request.extra_mm_inputs:
-        raise Unsupported("multimodal input is not supported")
+    if request.extra_mm_inputs:
+        raise Unsupported("extra_mm_inputs is not supported")
     theirs = request.sampling_params
     constraint = theirs.WhichOneof("constraint")
     if constraint is not None:

@@ -1,6 +1,7 @@
 """The real service on a loopback port, in this process, over the pseudo-model: what most tests of the API talk to."""
 
 import asyncio
+import socket
 import threading
 import time
 
@@ -160,6 +161,12 @@ def finish(events, index=0):
 def usage(events):
     assert events[-1].HasField("usage") and not any(event.HasField("usage") for event in events[:-1])
     return events[-1].usage
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def wait_until(condition, timeout_s=10.0):
