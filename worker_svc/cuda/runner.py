@@ -9,6 +9,7 @@ rings is written while it is read.
 Legend: S sampling rows, P prompt positions to score, V vocabulary.
 """
 
+import gc
 import logging
 import time
 from collections import deque
@@ -40,7 +41,7 @@ from worker_svc.spec import Shard
 
 logger = logging.getLogger(__name__)
 
-RESERVE_BYTES = 2 << 30  # beside weights, cache and what a step needs: the driver, other libraries, fragmentation
+RESERVE_BYTES = 3 << 29  # beside weights, cache and what steps take: other libraries, fragmentation
 WARM_BLOCKS = 2  # of the cache that kernels are loaded with
 
 
@@ -109,6 +110,7 @@ class CudaRunner:
         self._use_graphs = graphs
         self._graphs: StepGraphs | None = None
         self._cache: KVCache | None = None
+        self._stream = torch.cuda.Stream(device)
 
     def describe(self) -> Description:
         return self._description
@@ -117,7 +119,7 @@ class CudaRunner:
         started = time.monotonic()
         torch.cuda.set_device(self._device)
         self._graphs = self._cache = None  # two at once may not fit
-        torch.cuda.empty_cache()
+        self._free()
         self._config, self._group = config, group
         spec, shard = self._model.spec, Shard(group.rank, group.tp)
         blocks = -(-config.max_seq_len // config.block_size)
@@ -127,7 +129,6 @@ class CudaRunner:
         self._tile_tokens = attention.tile_tokens(shape, self._ops.tuning)
         tiles = config.max_batch_tokens // self._tile_tokens + config.max_num_seqs
         sizes = Sizes(config.max_num_seqs, config.max_batch_tokens, tiles, max(blocks, to_split_end))
-        self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream), torch.inference_mode():
             self._model.reserve_positions(config.max_seq_len)
             self._state = StepState(sizes, self._device)
@@ -138,38 +139,46 @@ class CudaRunner:
                 spec, WARM_BLOCKS, config.block_size, dtype=self._ops.dtype, shard=shard, device=self._device
             )
             graphs = StepGraphs(self._model, warm, group, self._state, work, draws, config.max_seq_len - 1)
-            torch.cuda.reset_peak_memory_stats()
             for mixed, bucket in graphs.buckets():
-                graphs.run(mixed, bucket)  # of an empty message: loads every kernel, and shows what a step allocates
+                graphs.run(mixed, bucket)  # of an empty message: loads every kernel
             torch.cuda.synchronize()
             warmed = time.monotonic()
-            del graphs, warm
-            torch.cuda.empty_cache()
-            peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            before, _ = torch.cuda.mem_get_info()
+            self._make(graphs)  # thrown away: it shows what graphs and their steps take
             free, _ = torch.cuda.mem_get_info()
-            memory = self._kv_memory_bytes or max(0, free - peak - RESERVE_BYTES)
-            num_blocks = config.num_blocks or blocks_in(
-                memory, spec, shard, self._ops.dtype.itemsize, config.block_size
-            )
+            step_bytes = before - free
+            del graphs, warm
+            self._free()
+            memory = self._kv_memory_bytes or max(0, free - RESERVE_BYTES)
+            num_blocks = config.num_blocks or blocks_in(memory, spec, shard, self._ops.dtype.itemsize, config.block_size)
             self._cache = KVCache(
                 spec, num_blocks, config.block_size, dtype=self._ops.dtype, shard=shard, device=self._device
             )
             graphs = StepGraphs(self._model, self._cache, group, self._state, work, draws, config.max_seq_len - 1)
-            if self._use_graphs:
-                graphs.capture()
-            else:
-                graphs.launch_kernels()
-            torch.cuda.synchronize()
+            self._make(graphs)
             self._state.written = int(self._state.step)  # warm-up steps advanced the device's counter
         self._graphs = graphs
         self._slots = SlotTable(config.max_num_seqs, blocks, block_size=config.block_size, num_blocks=num_blocks)
         self._special: dict[int, SamplerRow] = {}  # rows that the host draws, by slot
         self._unresolved: deque[Pending] = deque()
         logger.info(
-            "epoch %d: kernels in %.1f s, graphs in %.1f s, a step allocates %.2f GiB, %d blocks of %d tokens",
-            config.epoch, warmed - started, time.monotonic() - warmed, peak / 2**30, num_blocks, config.block_size,
+            "epoch %d: kernels in %.1f s, graphs in %.1f s, graphs and steps take %.2f GiB, %d blocks of %d tokens",
+            config.epoch, warmed - started, time.monotonic() - warmed, step_bytes / 2**30, num_blocks, config.block_size,
         )  # fmt: skip
         return num_blocks
+
+    def _make(self, graphs: StepGraphs) -> None:
+        if self._use_graphs:
+            graphs.capture()
+        else:
+            graphs.launch_kernels()
+        torch.cuda.synchronize()
+
+    def _free(self) -> None:
+        """Give what nobody refers to any more back to the device."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     def launch(self, batch: StepBatch) -> Pending | Done:
         assert self._graphs is not None

@@ -32,6 +32,16 @@ PARAMETERS = 8
 RING = 8
 HEADER = 8  # tokens, rows, sampling rows, tiles, pairs
 PROGRAMS = 32
+# Columns of a message with an entry a row, equally wide, so that one loop copies them.
+ROW_COLUMNS = (
+    "row_slots",
+    "first_positions",
+    "query_starts",
+    "decode_lengths",
+    "sample_tokens",
+    "sample_slots",
+    "sample_indices",
+)
 
 
 def slot_parameters(row: Row) -> Int32s:
@@ -57,13 +67,7 @@ class Sizes:
         """(offset, length) of each column of a message, the header first."""
         lengths = {
             "header": HEADER,
-            "row_slots": self.rows,
-            "first_positions": self.rows,
-            "query_starts": self.rows + 1,
-            "decode_lengths": self.rows,
-            "sample_tokens": self.rows,
-            "sample_slots": self.rows,
-            "sample_indices": self.rows,
+            **dict.fromkeys(ROW_COLUMNS, self.rows + 1),
             "tile_rows": self.tiles,
             "tile_tokens": self.tiles,
             "token_ids": self.tokens,
@@ -171,7 +175,7 @@ class StepState:
         options: dict[str, int | bool] = {"launch_pdl": True} if dependent else {}
         unpack_kernel[(PROGRAMS,)](
             self._messages, self.step, self._messages.stride(0), RING, self._message, self.state, self.state.stride(0),
-            ROW_COLUMNS=7, ROW_WIDTH=at["first_positions"] - at["row_slots"], FIRST_ROW=at["row_slots"],
+            ROW_COLUMNS=len(ROW_COLUMNS), ROW_WIDTH=at["first_positions"] - at["row_slots"], FIRST_ROW=at["row_slots"],
             TILE_ROWS=at["tile_rows"], TILE_TOKENS=at["tile_tokens"], TOKEN_IDS=at["token_ids"],
             TOKEN_SLOTS=at["token_slots"], POSITIONS=at["positions"], PAIRS=at["pairs"], BLOCK=256, HEADER=HEADER,
             DEPENDENT=dependent, num_warps=4, **options,
