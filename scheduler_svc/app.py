@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-queue", type=int, default=1024, metavar="N", help="choices that may wait")
     add("--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight")
     add("--no-prefix-cache", action="store_true", help="share no keys and values between requests")
+    add("--no-forecast", action="store_true", help="admit what fits now, and preempt when the pool is full")
     add("--step-timeout", type=float, default=30.0, metavar="S", help="a step that takes longer ends the epoch")
     add("--recovery-timeout", type=float, default=120.0, metavar="S", help="then streams end with UNAVAILABLE")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="what running requests get at SIGTERM")
@@ -140,6 +141,7 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             pipeline_depth=options.pipeline_depth,
             sample_at_scheduler=options.sample_at == "scheduler",
             prefix_cache=not options.no_prefix_cache,
+            forecast=not options.no_forecast,
             step_timeout_s=options.step_timeout,
             recovery_timeout_s=options.recovery_timeout,
             check_invariants=options.check_invariants,

@@ -62,6 +62,7 @@ class EngineConfig:
     pipeline_depth: int = 2
     sample_at_scheduler: bool = False
     prefix_cache: bool = True
+    forecast: bool = True
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 120.0
     check_invariants: bool = False
@@ -418,6 +419,7 @@ class EngineLoop:
                 pipeline_depth=self._config.pipeline_depth,
                 sample_at_scheduler=self._config.sample_at_scheduler,
                 prefix_cache=self._config.prefix_cache,
+                forecast=self._config.forecast,
                 epoch=facts.epoch,
             )
         )
