@@ -43,7 +43,9 @@ def random_request(bench: Bench, rng: np.random.Generator):
     room = bench.config.num_blocks * bench.config.block_size
     family = np.random.default_rng(int(rng.integers(3))).integers(0, 97, 200)
     length = int(rng.integers(1, min(40, room)))
-    prompt = np.concatenate((family[:length], rng.integers(0, 97, int(rng.integers(0, 3))))).astype(np.int32)[: room - 1]
+    prompt = np.concatenate((family[:length], rng.integers(0, 97, int(rng.integers(0, 3))))).astype(np.int32)[
+        : room - 1
+    ]
     max_tokens = int(rng.integers(0, min(24, room - len(prompt) + 1) + 1))
     options = {}
     if max_tokens == 0 or rng.random() < 0.15:
