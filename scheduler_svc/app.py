@@ -24,7 +24,7 @@ from protos.worker_link import SECRET_VARIABLE
 from scheduler_svc import limits, logs
 from scheduler_svc.calls import Calls
 from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
-from scheduler_svc.front_end import FrontEnd
+from scheduler_svc.front_end import FrontEnd, Observer
 from scheduler_svc.loop import EngineConfig
 from scheduler_svc.messages import EngineState, Notice
 from scheduler_svc.metrics import Metrics, serve_metrics
@@ -54,6 +54,8 @@ class SchedulerConfig:
     tls: TlsFiles = field(default_factory=TlsFiles)
     tokens: tuple[str, ...] = ()
     openai: bool = False
+    traces: str | None = None
+    trace_share: float = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
     add("--worker-tls-cert", type=Path, metavar="FILE", help="with --worker-tls-key: shown to the workers")
     add("--worker-tls-key", type=Path, metavar="FILE")
     add("--openai", action="store_true", help="serve vllm.grpc.engine.VllmEngine too, for the gateway smg")
+    add("--traces", metavar="URL", help="an OTLP collector over gRPC, e.g. http://localhost:4317")
+    add("--trace-share", type=float, default=1.0, metavar="X", help="of requests whose callers do not trace")
     add("--log-format", choices=("text", "json"), default="text")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--record", type=Path, metavar="DIR", help="write the step stream for lockstep-replay; it holds token ids")
@@ -117,6 +121,10 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it cannot be negative")
     if options.openai and importlib.util.find_spec("smg_grpc_proto") is None:
         usage.error("--openai needs the extra: pip install 'lockstep[openai]'")
+    if options.traces and importlib.util.find_spec("opentelemetry") is None:
+        usage.error("--traces needs the extra: pip install 'lockstep[otel]'")
+    if not 0 <= options.trace_share <= 1:
+        usage.error(f"--trace-share is {options.trace_share:g}; it is a share")
     try:
         tokens = read_tokens(options.tokens_file) if options.tokens_file else ()
     except (OSError, ValueError) as error:
@@ -152,6 +160,8 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
         tls=TlsFiles(options.tls_cert, options.tls_key, options.tls_client_ca),
         tokens=tokens,
         openai=options.openai,
+        traces=options.traces,
+        trace_share=options.trace_share,
     )
     return config, options
 
@@ -182,15 +192,18 @@ class SchedulerServer:
         self._idle = asyncio.Event()
         self._exit_code = 0
         self._announced = False
+        self._closing: list[Callable[[], None]] = []
         self.port = 0
 
     async def run(self, handle_signals: bool = True) -> int:
         loop = asyncio.get_running_loop()
         metrics = Metrics()
-        self._front = front = FrontEnd(lambda command: self._engine.send(command), metrics, self._config.tokenizer)
+        observer = self._trace(metrics)
+        self._front = front = FrontEnd(lambda command: self._engine.send(command), observer, self._config.tokenizer)
         self._health = Health(front)
         front.on_state = self._on_state
         front.on_idle = self._idle.set
+        front.on_silence = self._engine_silent
         interceptors = [BearerTokens(self._config.tokens)] if self._config.tokens else []
         self._server = grpc.aio.server(interceptors=interceptors, options=limits.PUBLIC_SERVER_OPTIONS)
         calls = Calls(front)
@@ -218,7 +231,18 @@ class SchedulerServer:
             await self._drain()
         await self._server.stop(LAST_WORDS_S)
         await loop.run_in_executor(None, self._engine.close)
+        for close in self._closing:
+            await loop.run_in_executor(None, close)
         return self._exit_code
+
+    def _trace(self, metrics: Metrics) -> Observer:
+        if self._config.traces is None:
+            return metrics
+        from scheduler_svc.tracing import Traces, otlp  # an optional extra
+
+        traces = Traces(metrics, otlp(self._config.traces), self._config.trace_share)
+        self._closing.append(traces.close)
+        return traces
 
     def _add_openai(self, calls: Calls) -> Sequence[str]:
         from scheduler_svc.openai_front import add_openai_front  # an optional extra
@@ -269,6 +293,11 @@ class SchedulerServer:
         logger.error("the engine process ended with code %d", code)
         self._end(EXIT_ENGINE)
         self._front.engine_ended(f"the engine process ended with code {code}")
+
+    def _engine_silent(self) -> None:
+        logger.error("the engine process says nothing for %g s; it is killed", limits.ENGINE_SILENCE_S)
+        self._engine.kill()
+        self._engine_ended(-signal.SIGKILL)
 
     def _end(self, exit_code: int) -> None:
         self._exit_code = self._exit_code or exit_code

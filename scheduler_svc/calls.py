@@ -85,6 +85,7 @@ class Calls:
                 reader,
                 arrival=arrival,
                 deadline=None if remaining is None else arrival + remaining,
+                trace_parent=_trace_parent(context),
             )
         except Failure as failure:
             self.front.refused(failure.status)
@@ -121,7 +122,17 @@ class Calls:
         """Only while somebody reads: an idle server has nothing to wake up for."""
         while self._pace.is_used():
             await asyncio.sleep(1.0)
-            self._pace.break_off_stalled(time.monotonic())
+            now = time.monotonic()
+            self._pace.break_off_stalled(now)
+            self.front.watch(now)
+
+
+def _trace_parent(context: Context) -> str:
+    """The caller's span, as W3C metadata."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "traceparent" and isinstance(value, str):
+            return value
+    return ""
 
 
 def stall_status() -> Status:

@@ -20,7 +20,7 @@ from protos import generation_pb2 as pb
 from protos.step import Int32s
 from scheduler_svc import limits, statuses
 from scheduler_svc.chat import ChatError, ChatTemplate
-from scheduler_svc.core.events import Finished, StepEvents, Tokens
+from scheduler_svc.core.events import Finished, Tokens
 from scheduler_svc.messages import (
     AskStats,
     Cancel,
@@ -70,6 +70,10 @@ class Observer(Protocol):
 
     def tokens(self, count: int, first_token_s: Sequence[float], gaps_s: Sequence[float]) -> None: ...
 
+    def stepped(self, stream: Stream, stepped: Stepped) -> None:
+        """A request that is traced got a token."""
+        ...
+
     def ended(self, stream: Stream, now: float) -> None: ...
 
     def state(self, state: EngineState, reason: str) -> None: ...
@@ -108,6 +112,8 @@ class FrontEnd:
         self.draining = False
         self.on_state: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None
+        self.on_silence: Callable[[], None] = lambda: None
+        self._asked_at: float | None = None
 
     @property
     def num_live(self) -> int:
@@ -136,6 +142,7 @@ class FrontEnd:
         *,
         arrival: float,
         deadline: float | None = None,
+        trace_parent: str = "",
     ) -> Stream:
         """Admit a request; what the core refuses later arrives as the stream's failure. Raises Failure.
 
@@ -151,6 +158,7 @@ class FrontEnd:
         except (InvalidRequest, WrongFingerprint) as error:
             raise Failure(statuses.of_error(error)) from error
         self._next_key += 1
+        stream.trace_parent = trace_parent
         self._live[key] = (stream, sink)
         self._ids[request_id] = key
         self._send(Submit(prepared.request))
@@ -199,12 +207,23 @@ class FrontEnd:
         self._stats_waiters[ticket] = answer
         self._send(AskStats(ticket))
 
+    def watch(self, now: float) -> None:
+        """While requests are live: ask the engine for a sign of life, and tell when none comes."""
+        if self._asked_at is None:
+            if self._live:
+                self._asked_at = now
+                self._send(AskStats(0))
+        elif now - self._asked_at > limits.ENGINE_SILENCE_S:
+            self._asked_at = None
+            self.on_silence()
+
     # The engine's news
 
     def handle(self, notices: Sequence[Notice]) -> None:
+        self._asked_at = None
         for notice in notices:
             if isinstance(notice, Stepped):
-                self._step(notice.events)
+                self._step(notice)
             elif isinstance(notice, Refused):
                 self._refuse(notice)
             elif isinstance(notice, StateChanged):
@@ -223,10 +242,14 @@ class FrontEnd:
             sink.notify(stream)
         self.on_state()
 
-    def _step(self, events: StepEvents) -> None:
+    def _step(self, stepped: Stepped) -> None:
+        events = stepped.events
         dirty: dict[int, tuple[Stream, Sink]] = {}
         if len(events.tokens.keys):
             self._take_tokens(events.tokens, dirty)
+            for stream, _ in dirty.values():
+                if stream.traced:
+                    self._observer.stepped(stream, stepped)
         for scores in events.scores:
             entry = self._live.get(scores.key)
             if entry is not None:

@@ -20,6 +20,8 @@ MAX_PENALTY = 1000.0  # of either sign; beyond it penalties only overflow
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 GREEDY_TEMPERATURE = 1e-5  # up to here a temperature means greedy
 
+ENGINE_SILENCE_S = 5.0  # an engine process that says nothing for so long while asked is replaced
+
 MESSAGES_PER_SECOND = 5000  # what one core may spend on messages; more streams than that get several tokens a message
 MAX_COALESCING_SECONDS = 0.2
 

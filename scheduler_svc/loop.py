@@ -285,7 +285,7 @@ class EngineLoop:
             if at_once:
                 self._core.end_all(FinishReason.DRAINED, now)
 
-    def _add_events(self, events: StepEvents) -> None:
+    def _add_events(self, events: StepEvents, result: StepResult | None = None, sent: float = 0.0) -> None:
         for finished in events.finished:
             left = self._live[finished.key] - 1
             if left:
@@ -293,7 +293,12 @@ class EngineLoop:
             else:
                 del self._live[finished.key]
         if len(events.tokens.keys) or events.scores or events.logits or events.finished:
-            self._notices.append(Stepped(events))
+            if result is None:
+                self._notices.append(Stepped(events))
+            else:
+                self._notices.append(
+                    Stepped(events, result.epoch, result.seq, sent, self._clock(), result.run_ms, result.wait_ms)
+                )
 
     # Steps
 
@@ -308,7 +313,7 @@ class EngineLoop:
         result = done.future.result()
         assert self._core is not None
         sent = self._in_flight.pop(result.seq)
-        self._add_events(self._core.commit(result, now))
+        self._add_events(self._core.commit(result, now), result, sent)
         counters = self._counters
         counters.steps += 1
         counters.commit_s += self._clock() - now

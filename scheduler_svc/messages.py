@@ -101,7 +101,15 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
+    """What a step told, or what ended without one (seq 0). Times are on the monotonic clock of this host."""
+
     events: StepEvents
+    epoch: int = 0
+    seq: int = 0
+    sent: float = 0.0
+    done: float = 0.0
+    run_ms: float = 0.0
+    wait_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

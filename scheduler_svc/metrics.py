@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from scheduler_svc.logs import log_request
-from scheduler_svc.messages import EngineState
+from scheduler_svc.messages import EngineState, Stepped
 from scheduler_svc.streams import Stream
 
 PREFIX = "lockstep_"
@@ -158,6 +158,9 @@ class Metrics:
         if stream.failure is not None:
             self._failed[code_pb2.Code.Name(stream.failure.code)] += 1
         log_request(stream, usage, now)
+
+    def stepped(self, stream: Stream, stepped: Stepped) -> None:
+        pass
 
     def state(self, state: EngineState, reason: str) -> None:
         self._state = state

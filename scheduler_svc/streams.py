@@ -116,6 +116,8 @@ class Stream:
         self.unread_bytes = 0
         self.failure: Status | None = None  # the request has ended so; events may still be there to read
         self.first_token_at: float | None = None
+        self.trace_parent = ""  # the caller's W3C traceparent
+        self.traced = False
         self.first_admission_s = 0.0
         self.cached_tokens = 0
         self._fingerprint = fingerprint
