@@ -160,7 +160,9 @@ function slowest() {
     const bar = (from, to, colour) => el("rect", { x: x(from), width: Math.max(1.5, x(to) - x(from)), y, height: row - 5, rx: 2, fill: css(colour), tip: words });
     svg.append(bar(r.sent, first, "wait"), bar(first, last, "run"),
       el("text", { x: 38, y: y + 11, "text-anchor": "end" }, String(r.id).slice(0, 7)));
-    if (x(last) < 1010) svg.append(el("text", { x: x(last) + 6, y: y + 11 }, ms((last - r.sent) * 1000)));
+    const inside = x(last) < 1050 || x(r.sent) < 110;
+    svg.append(el("text", { x: inside ? x(last) + 6 : x(r.sent) - 6, y: y + 11, "text-anchor": inside ? "start" : "end" },
+      ms((last - r.sent) * 1000)));
   });
   return section("The slowest requests", "By time to the last token; hover for the details of one.",
     key(["until the first token", "wait"], ["until the last", "run"]), svg);
