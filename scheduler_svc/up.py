@@ -8,6 +8,7 @@ leaves nothing behind, whatever ends it (the kernel kills children whose parent 
 """
 
 import argparse
+import contextlib
 import os
 import random
 import secrets
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -33,10 +34,23 @@ KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL of a worker, which has nothing to 
 
 
 class Child:
-    """One process that must be there. `process` is None between a death and the restart."""
+    """One process that must be there. `process` is None between a death and the restart.
 
-    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str], *, piped: bool = False) -> None:
+    Args:
+        piped: its output is for us to read. log: its output is appended there. Neither: it is ours.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: dict[str, str],
+        *,
+        piped: bool = False,
+        log: Path | None = None,
+    ) -> None:
         self.name = name
+        self._log = log
         self._command = list(command)
         self._environment = environment
         self._piped = piped
@@ -45,19 +59,23 @@ class Child:
         self.restart_at: float | None = None
         self._started = 0.0
         self._short_lives = 0
-        self._stopped_since: float | None = None
+        self._stopped_since: dict[int, float] = {}  # pid -> when it was first seen stopped
 
     def start(self) -> None:
+        output = self._log.open("ab") if self._log is not None else None
         self.process = subprocess.Popen(
             self._command,
             env=self._environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if self._piped else None,
+            stdout=subprocess.PIPE if self._piped else output,
+            stderr=output,
             preexec_fn=launch.die_with_parent,  # one system call; safe even between fork and exec
             start_new_session=True,  # Ctrl-C reaches us alone, and we pass it on in order
         )
+        if output is not None:
+            output.close()
         self.pidfd = os.pidfd_open(self.process.pid)
-        self._started, self._stopped_since, self.restart_at = time.monotonic(), None, None
+        self._started, self.restart_at = time.monotonic(), None
 
     def reap(self) -> int:
         """The exit code of a process that has ended; decides when it may start again."""
@@ -76,20 +94,14 @@ class Child:
         if self.process is not None:
             self.process.send_signal(number)
 
-    def is_frozen(self) -> bool:
-        """Whether the process has been stopped for longer than a moment."""
+    def frozen(self) -> list[int]:
+        """The process and those below it that have been stopped for longer than a moment."""
         if self.process is None:
-            return False
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False
+            return []
         now = time.monotonic()
-        if stat.rpartition(")")[2].split()[0] != "T":
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        return self._stopped_since is not None and now - self._stopped_since >= FROZEN_AFTER_S
+        stopped = {pid for pid in _family(self.process.pid) if _is_stopped(pid)}
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        return [pid for pid, since in self._stopped_since.items() if now - since >= FROZEN_AFTER_S]
 
 
 class Supervisor:
@@ -208,9 +220,26 @@ class Supervisor:
         for child in self._children():
             if child.process is None and child.restart_at is not None and now >= child.restart_at:
                 self._start(child)
-            elif child.is_frozen():
-                print(f"lockstep-up: {child.name} is frozen; replacing it", file=sys.stderr, flush=True)
-                child.signal(signal.SIGKILL)
+            for pid in child.frozen():
+                print(f"lockstep-up: {child.name} is frozen (pid {pid}); replacing it", file=sys.stderr, flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _family(pid: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                yield from _family(int(child))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
