@@ -21,6 +21,7 @@ from scheduler_svc import app, loop
 from tests.services.pseudo import Pseudo, greedy, write_tokenizer
 from tests.services.served import Served, finish, logprobs, request, text, tokens, wait_until
 
+pytestmark = pytest.mark.services
 LONG = dict(max_tokens=60, ignore_eos=True, temperature=0)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -260,6 +261,16 @@ def test_a_dead_engine_ends_streams_with_unavailable_and_the_process_with_an_err
         assert process.process.wait(10) == app.EXIT_ENGINE
 
 
+def test_a_frozen_engine_is_noticed_and_replaced(tmp_path):
+    with Process(tmp_path, 0.02) as process:
+        (call,) = drain_calls(process, 1, 400)
+        process.engine().send_signal(signal.SIGSTOP)
+        with pytest.raises(grpc.RpcError) as error:
+            list(call)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert process.process.wait(15) == app.EXIT_ENGINE
+
+
 def test_a_taken_port_is_an_error_that_names_it(tmp_path):
     with Process(tmp_path) as process:
         second = Process(tmp_path, 0.01, listen=process.address)
@@ -301,6 +312,30 @@ def test_nothing_burns_a_core_when_idle(tmp_path):
         before = [sum(one.cpu_times()[:2]) for one in processes]
         time.sleep(2.0)
         assert max(sum(one.cpu_times()[:2]) - was for one, was in zip(processes, before)) < 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_pings_earn_no_goaway_and_a_silent_stream_completes(tmp_path):
+    model = Pseudo()
+    options = [
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    with Served(tmp_path, model) as served, grpc.insecure_channel(served.address, options) as channel:
+        states = []
+        channel.subscribe(states.append)
+        stub = rpc.GenerationStub(channel)
+        model.hold()
+        call = stub.Generate(request(max_tokens=3, temperature=0, ignore_eos=True))
+        time.sleep(120)
+        model.go()
+        assert tokens(list(call)) == greedy([1, 2, 3], 3)
+        time.sleep(60)
+        assert tokens(list(stub.Generate(request(max_tokens=3, temperature=0, ignore_eos=True))))
+        assert states.count(grpc.ChannelConnectivity.READY) == 1, states
 
 
 # Metrics
