@@ -33,6 +33,8 @@ class Deployment:
     def start(self, model_dir: Path, max_len: int) -> Cluster:
         """Not yet entered."""
         flags: dict[str, Any] = {"no_prefix_cache": True} if not self.prefix_cache else {}
+        if self.blocks < AMPLE_BLOCKS:
+            flags["no_forecast"] = True  # the wish is to see preemptions, not to avoid them
         return Cluster(
             model_dir,
             self.tp,
@@ -77,7 +79,8 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
         plain,
         tp=value("tp", *tps),
         threads=value("threads", 2),
-        chunk=value("chunk", 3, 16, 49, 64, 64, 129),
+        # three rows at a time never fill a pool
+        chunk=value("chunk", *((49, 64, 129) if "blocks" in missing else (3, 16, 49, 64, 64, 129))),
         blocks=value("blocks", fewest, fewest + 5, 2 * fewest),
         block_size=block_size,
         depth=1 if at == "scheduler" else value("depth", 2, 4),
