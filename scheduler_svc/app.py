@@ -9,6 +9,7 @@ Exit codes: 0 after a drain; 1 when the engine process ended; 2 for options that
 import argparse
 import asyncio
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -336,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     launch.name_process("lockstep-scheduler")
     launch.keep_large_buffers()
     logs.set_up("lockstep-scheduler", options.log_format, getattr(logging, options.log_level.upper()))
+    gc.freeze()  # what is loaded by now stays; collections need not look at it
     start = EngineStart(config.engine, config.workers.connect)
     raise SystemExit(run(config, start))
 

@@ -163,7 +163,8 @@ class Engine:
             RequestFailed: of a batch, the first that failed; the others are cancelled.
         """
         if not _is_batch(prompt):
-            return _collect(self.stream(prompt, **fields))
+            with self.stream(prompt, **fields) as stream:
+                return _collect(stream)
         streams = [self.stream(one, **fields) for one in prompt]
         try:
             return [_collect(stream) for stream in streams]
@@ -212,11 +213,12 @@ class Engine:
 
 
 class EventStream(Iterator[pb.GenerateEvent]):
-    """One request. Iterate over its events; `close` cancels what is still running."""
+    """One request. Iterate over its events; `close`, or forgetting it, cancels what is still running."""
 
     def __init__(self, front: FrontEnd, lock: threading.RLock, message: pb.GenerateRequest) -> None:
         self._front, self._lock = front, lock
         self._news: SimpleQueue[pb.GenerateEvent | None] = SimpleQueue()
+        self._stream: Stream | None = None
         request_id = message.request_id if message.HasField("request_id") else uuid.uuid4().hex
         arrival = time.monotonic()
         try:
@@ -224,31 +226,49 @@ class EventStream(Iterator[pb.GenerateEvent]):
                 facts = front.check_open()
             prompt = prompt_ids(message, facts)
             with self._lock:
-                self._stream = front.open(message, prompt, request_id, self, arrival=arrival)
+                self._stream = front.open(message, prompt, request_id, _Sink(self._news), arrival=arrival)
         except InvalidRequest as error:
             raise RequestFailed(of_error(error)) from None
         except Failure as failure:
             raise RequestFailed(failure.status) from None
 
-    def notify(self, stream: Stream) -> None:
-        for event in stream.take():
-            self._news.put(event)
-        if stream.done:
-            self._news.put(None)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def __next__(self) -> pb.GenerateEvent:
         event = self._news.get()
         if event is not None:
             return event
         self._news.put(None)
+        assert self._stream is not None
         if self._stream.failure is not None:
             raise RequestFailed(self._stream.failure)
         raise StopIteration
 
     def close(self) -> None:
-        with self._lock:
-            self._front.cancel(self._stream)
-        self._news.put(None)
+        if self._stream is not None:
+            with self._lock:
+                self._front.cancel(self._stream)
+            self._news.put(None)
+
+
+class _Sink:
+    """Takes news where they arise, under the lock, and hands them to the reader's thread."""
+
+    def __init__(self, news: SimpleQueue[pb.GenerateEvent | None]) -> None:
+        self._news = news
+
+    def notify(self, stream: Stream) -> None:
+        for event in stream.take():
+            self._news.put(event)
+        if stream.done:
+            self._news.put(None)
 
 
 def request_of(prompt: Prompt, **fields: Any) -> pb.GenerateRequest:

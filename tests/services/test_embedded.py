@@ -67,6 +67,14 @@ def test_events_stream_and_leaving_cancels(engine):
     assert engine.stats()["requests_live"] == 0
 
 
+def test_a_forgotten_stream_is_cancelled(engine):
+    stream = engine.stream("abc", max_tokens=50, ignore_eos=True)
+    engine._thread.loop._executor.step_s = 0.02
+    next(stream)
+    del stream
+    assert engine.stats()["requests_live"] == 0
+
+
 def test_failures_name_field_and_code(engine):
     with pytest.raises(RequestFailed) as error:
         engine.generate("abc", top_p=0.0)
