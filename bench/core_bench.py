@@ -6,16 +6,14 @@ lengths of the longtail64 workload against a model of ideal packing. One core, n
 """
 
 import argparse
-import heapq
-import json
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from protos import codec
-from protos.step import NO_FLOATS, RowSampling, StepBatch, StepResult
 from protos import worker_pb2 as pb
+from protos.step import NO_FLOATS, RowSampling, StepBatch, StepResult
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
