@@ -5,7 +5,7 @@
 A server process sends ready-made messages of one token. First as fast as it can: messages a second of client CPU
 time is the capacity of one client process with a core of its own. Then at 90 % of it, on a fixed schedule, writing down
 when it sent each message; the client's figures are compared with that log (both read the same monotonic clock). Where
-client and server share too few cores, the second part says so: an offered rate that was not reached measures the machine.
+client and server share too few cores, the second part says so: a rate that was not reached measures the machine.
 """
 
 import argparse

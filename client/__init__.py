@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
+    # Submodules are asked for here too, before Python looks for a file; those must not load gRPC.
+    if name[0].isupper() or name == "build":
         library = importlib.import_module("client.generate")
         if name in library.__all__:
             return getattr(library, name)

@@ -6,7 +6,9 @@ Invariant: tokens, text and scores are appended in order and never twice; a choi
 after k tokens is a function of those tokens, so what we hold of text is exactly what the k tokens gave.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 
 from client.errors import DeadlineExceeded, Failure, FingerprintMismatch, LockstepError
 from client.results import (
@@ -126,6 +128,10 @@ class Run:
         if finish is not None and finish.reason in ("abort", "error"):
             self._aborted[event.index] = finish  # not an end if the connection turns out to be going down
             finish = None
+        if finish is not None and self.resumed:
+            # The server sums what it returned on this connection. In order, as it does: sum() compensates from 3.12 on.
+            total = reduce(add, (*received.logprobs, *event.logprobs), 0.0)
+            finish = replace(finish, cumulative_logprob=total)
         delta = Delta(
             event.index,
             tuple(event.token_ids),
