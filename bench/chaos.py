@@ -27,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # children are executed at once; nothing of gRPC enters them
+
 import grpc
 
 from bench.tcp_proxy import TcpProxy
@@ -345,7 +347,7 @@ def run(deployment: Deployment, rounds: int, draw: random.Random, kinds: Sequenc
         print(
             f"round {number + 1} {kind}: {time.monotonic() - started:.1f} s, {taken_up} streams taken up again"
             + (f", {gone} LOST: {_reasons(answers)}" if gone else "")
-            + (f", {other} DIFFERING" if other else "")
+            + (f", {other} DIFFERING: {_differences(found, expected[which])}" if other else "")
             + (f", LEFT: {held}" if held else ""),
             flush=True,
         )
@@ -355,6 +357,23 @@ def run(deployment: Deployment, rounds: int, draw: random.Random, kinds: Sequenc
     print(f"requests={requests} taken_up_again={resumed} leaks={leaks} kinds={len(happened)}/{len(kinds)}")
     print(f"rounds={rounds} faults={faults} recovered={recovered} lost={lost} differing={differing}")
     return 0 if recovered == rounds and len(happened) == len(set(kinds)) else 1
+
+
+def _differences(found: Sequence[Any], expected: Sequence[Any]) -> str:
+    """In what, of the first few that differ."""
+    names = ("seed", "fingerprint", "choices", "prompt_logprobs", "usage")
+    told = []
+    for i, (one, wanted) in enumerate(zip(found, expected)):
+        if one is None or one == wanted:
+            continue
+        parts = [name for name, a, b in zip(names, one, wanted) if a != b]
+        for a, b in zip(one[2], wanted[2]):
+            fields = [name for name in a.__slots__ if getattr(a, name) != getattr(b, name)]
+            parts += [
+                f"{name} of choice {a.index}: {getattr(a, name)!r:.300} != {getattr(b, name)!r:.300}" for name in fields
+            ]
+        told.append(f"stream {i}: {', '.join(parts)}")
+    return " | ".join(told[:3])
 
 
 def _reasons(answers: Sequence[Completion | LockstepError | None]) -> str:
