@@ -17,6 +17,7 @@ import torch
 
 from worker_svc.kv_cache import KVCache
 from worker_svc.models import load_model
+from worker_svc.models.load import Mode
 from worker_svc.parallel.group import SingleGroup
 from worker_svc.slots import StepPlan
 from worker_svc.step_inputs import build
@@ -41,7 +42,7 @@ def plan_step(batch: int, first: int, num_new: int, num_blocks: int) -> StepPlan
     )
 
 
-def ours(model_dir: str, dtype: str, numerics: str, batch: int, context: int, steps: int) -> Callable[[int], None]:
+def ours(model_dir: str, dtype: str, numerics: Mode, batch: int, context: int, steps: int) -> Callable[[int], None]:
     model = load_model(model_dir, dtype=dtype, numerics=numerics)
     blocks = -(-(context + steps + 1) // BLOCK)
     cache = KVCache(model.spec, batch * blocks, BLOCK, dtype=model.ops.dtype)
@@ -81,10 +82,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for batch in map(int, args.batches.split(",")):
-        contenders = {
-            numerics: ours(args.model, args.dtype, numerics, batch, args.context, args.steps)
-            for numerics in ("invariant", "fast")
-        }
+        modes: tuple[Mode, ...] = ("invariant", "fast")
+        contenders = {mode: ours(args.model, args.dtype, mode, batch, args.context, args.steps) for mode in modes}
         if args.transformers:
             contenders["transformers"] = transformers_step(args.model, args.dtype, batch, args.context)
         times: dict[str, list[float]] = {name: [] for name in contenders}

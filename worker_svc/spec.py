@@ -85,6 +85,11 @@ class ModelSpec:
         return leaf_plan(self.num_heads, self.intermediate_size)
 
     @property
+    def norm_leaves(self) -> int:
+        """Leaves of the sum of squares of a norm over all heads, queries and keys alike."""
+        return math.gcd(self.leaves, self.num_kv_heads)
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -102,6 +107,8 @@ class ModelSpec:
             found.append(f"tp {tp} does not divide {heads} attention heads")
         if kv % tp if tp <= kv else tp % kv:
             found.append(f"tp {tp} neither divides nor is a multiple of {kv} kv heads")
+        if self.qk_norm == "full" and tp > kv:
+            found.append(f"tp {tp} exceeds {kv} kv heads, whose norm goes over all of them once")
         if self.intermediate_size % tp:
             found.append(f"tp {tp} does not divide intermediate_size {self.intermediate_size}")
         if not found and self.leaves % tp:

@@ -62,7 +62,7 @@ class Driver:
             first_position=first,
             num_cached=np.array([row.num_cached for row in rows], np.int32),
             samples=np.array([row.computed + n == len(row.tokens) for row, n in zip(rows, num_new, strict=True)]),
-            token_ids=np.array(sum(tokens, []), np.int32),
+            token_ids=np.array([token for part in tokens for token in part], np.int32),
             block_tables=np.array([row.blocks + [0] * (widest - len(row.blocks)) for row in rows], np.int32),
             query_starts=starts,
             rows=(),

@@ -8,8 +8,8 @@ import transformers
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    return model.eval()
+    plain = dict(attn_implementation="eager", experts_implementation="eager")  # grouped products know no fp64
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain).eval()
 
 
 @torch.inference_mode()

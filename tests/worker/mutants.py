@@ -4,6 +4,7 @@ A mutant is a context manager that patches the worker's code; nothing here is us
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,8 +17,9 @@ from worker_svc.layers import attention as attention_layer
 from worker_svc.layers.mlp import GatedMLP
 from worker_svc.layers.parameter import Parameter
 from worker_svc.models import dense
-from worker_svc.ops import cpu
-from worker_svc.ops.leaves import fold
+from worker_svc.ops import cpu, moe
+from worker_svc.ops.leaves import LeafPart, fold
+from worker_svc.parallel.group import SingleGroup
 from worker_svc.spec import RopeSpec, Shard
 
 MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
@@ -181,4 +183,47 @@ def window_off_by_one() -> Iterator[None]:
         return honest(heads, kv_heads, head_dim, window + 1 if window else 0)
 
     with mock.patch.object(attention_layer, "HeadShape", wider):
+        yield
+
+
+@mutant
+def flipped_renormalisation() -> Iterator[None]:
+    honest = moe.choose
+    with mock.patch.object(moe, "choose", lambda logits, slots, flag: honest(logits, slots, not flag)):
+        yield
+
+
+@mutant
+def local_full_norm() -> Iterator[None]:
+    """A rank norms what it holds."""
+    honest = cpu.CpuOps.full_norm
+
+    def local(self: Any, x: Any, weight: Any, eps: float, part: Any, group: Any) -> torch.Tensor:
+        return honest(self, x, weight, eps, LeafPart(0, part.count, part.count), SingleGroup())
+
+    with mock.patch.object(cpu.CpuOps, "full_norm", local):
+        yield
+
+
+@mutant
+def unclipped() -> Iterator[None]:
+    honest = cpu.CpuOps.qkv_rope_write
+
+    def without(self: Any, qkv: Any, norm: Any, clip: Any, *args: Any) -> Any:
+        return honest(self, qkv, norm, None, *args)
+
+    with mock.patch.object(cpu.CpuOps, "qkv_rope_write", without):
+        yield
+
+
+@mutant
+def experts_in_order_of_arrival() -> Iterator[None]:
+    """Answers are added expert by expert, the busiest first."""
+
+    def arrival(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        order = range(weights.shape[1]) if len(answers) % 2 else reversed(range(weights.shape[1]))
+        parts = [answers[:, slot] * weights[:, slot : slot + 1] for slot in order]
+        return functools.reduce(torch.add, parts)
+
+    with mock.patch.object(moe, "combine", arrival):
         yield

@@ -28,7 +28,7 @@ def bits(x: np.ndarray | torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ("llama", "qwen3"))
+@pytest.mark.parametrize("family", ("llama", "qwen3", "olmoe", "mixtral"))
 def test_any_chunking_gives_the_same_bits(family: str, dtype: str, tiny: Callable[..., Path]) -> None:
     driver = Driver(load_model(tiny(family), dtype=dtype))
     prompt = tokens(300)
@@ -56,7 +56,7 @@ def test_a_window_gives_the_same_bits_for_any_chunking(window: int, tiny: Callab
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("others", (1, 3, 7, 31))
 def test_neighbours_change_no_bit(others: int, dtype: str, tiny: Callable[..., Path]) -> None:
-    """The row decodes beside rows that prefill and decode at random; each of its steps has the bits of the row alone."""
+    """The row decodes beside rows that prefill and decode at random; its steps have the bits of the row alone."""
     driver = Driver(load_model(tiny(), dtype=dtype), num_blocks=1024)
     mine = tokens(290)
     alone = driver.logits(mine)
@@ -77,7 +77,7 @@ def test_neighbours_change_no_bit(others: int, dtype: str, tiny: Callable[..., P
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ("llama", "qwen3", "qwen2"))
+@pytest.mark.parametrize("family", ("llama", "qwen3", "qwen2", "olmoe", "qwen3_moe"))
 def test_ranks_change_no_bit(family: str, dtype: str, tiny: Callable[..., Path], ranks: RankPool) -> None:
     folder = str(tiny(family, vocab_size=2100))
     prompt = tokens(300)
@@ -144,6 +144,13 @@ def test_a_fault_in_the_order_shows_across_chunkings(mutant: str, tiny: Callable
         driver = Driver(load_model(tiny(), dtype="float32"))
         prompt = tokens(300)
         assert bits(driver.logits(prompt)) != bits(driver.logits(prompt, (299, 1)))
+
+
+def test_a_fault_in_the_order_of_experts_shows(tiny: Callable[..., Path]) -> None:
+    with MUTANTS["experts_in_order_of_arrival"]():
+        driver = Driver(load_model(tiny("qwen3_moe", num_experts_per_tok=3), dtype="float32"))
+        prompt = tokens(60)
+        assert bits(driver.logits(prompt)) != bits(driver.logits(prompt, (31,)))
 
 
 def test_a_fault_in_the_order_shows_across_ranks(tiny: Callable[..., Path], ranks: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""The models compute what transformers computes, at every tp, and what a reference written from raw weights computes."""
+"""The models compute what transformers computes, at every tp, and what a reference from raw weights computes."""
 
 import random
 from collections.abc import Callable
@@ -21,6 +21,9 @@ MODELS = {
     "mistral": ("mistral", dict(vocab_size=2049)),
     "mistral-window": ("mistral", dict(sliding_window=20)),
     "qwen2": ("qwen2", dict(num_key_value_heads=1, vocab_size=3073)),
+    "olmoe": ("olmoe", dict(clip_qkv=1.5)),
+    "qwen3_moe": ("qwen3_moe", dict(num_experts_per_tok=3)),
+    "mixtral": ("mixtral", dict(sliding_window=20, num_key_value_heads=2)),
 }
 NAMES = list(MODELS)
 
@@ -91,6 +94,10 @@ FAULTS = (
     ("mirrored_kv_heads", "qwen3", 2),
     ("dropped_bias", "qwen2", 1),
     ("window_off_by_one", "mistral-window", 1),
+    ("flipped_renormalisation", "olmoe", 1),
+    ("flipped_renormalisation", "qwen3_moe", 1),
+    ("local_full_norm", "olmoe", 2),
+    ("unclipped", "olmoe", 1),
 )
 
 

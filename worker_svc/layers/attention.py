@@ -25,6 +25,8 @@ class Attention:
         self._heads = shard.part(spec.num_heads)
         self._kv_heads = shard.kv_heads(spec.num_kv_heads)
         self._leaves = leaf_part(spec.leaves, shard.rank, shard.tp)
+        if spec.qk_norm == "full":
+            self._norm_leaves = leaf_part(spec.norm_leaves, shard.rank, shard.tp)
         self.shape = HeadShape(len(self._heads), len(self._kv_heads), spec.head_dim, spec.windows[index])
         self.qkv: Weight = None
         self.output: Weight = None
@@ -67,9 +69,9 @@ class Attention:
         """OLMoE: queries and keys are normed over their full width, which the ranks share."""
         q_size, kv_size = len(self._heads) * self._spec.head_dim, len(self._kv_heads) * self._spec.head_dim
         q, k, v = torch.split(qkv_TN, [q_size, kv_size, kv_size], 1)
-        eps = self._spec.norm_eps
-        q = ops.full_norm(q, self._norms["q_norm"], eps, self._leaves, group)
-        k = ops.full_norm(k, self._norms["k_norm"], eps, self._leaves, group)
+        eps, part = self._spec.norm_eps, self._norm_leaves
+        q = ops.full_norm(q, self._norms["q_norm"], eps, part, group)
+        k = ops.full_norm(k, self._norms["k_norm"], eps, part, group)
         return torch.cat((q, k, v), 1)
 
     def _bind_norm(self, name: str, ops: Ops, weight: Tensor) -> None:

@@ -39,5 +39,8 @@ def read_dense(config: Config, *, window: int = 0, **differences: Any) -> ModelS
         bos_token_id=next(iter(config.ids("bos_token_id")), None),
         eos_token_ids=config.ids("eos_token_id"),
     )
+    moe = differences.get("moe")
+    if moe is not None and moe.experts_per_token > moe.num_experts:
+        config.refuse(f"num_experts_per_tok {moe.experts_per_token} of {moe.num_experts} experts")
     config.finish()
     return replace(spec, **differences)

@@ -1,10 +1,12 @@
 """Which architecture name is which family."""
 
-from worker_svc.models import llama, mistral, qwen2, qwen3
+from worker_svc.models import llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
 from worker_svc.models.decoder import Family
 from worker_svc.spec import Config, ModelRefused
 
-FAMILIES: dict[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmoe, qwen3_moe, mixtral)
+}
 
 
 def family_of(config: Config) -> Family:

@@ -77,6 +77,10 @@ class Ops(Protocol):
         """X experts, each gate rows then up rows; `down` holds this rank's columns of each."""
         ...
 
+    def prepare_router(self, weight_XD: Tensor) -> Weight:
+        """Kept and computed in fp32 (fp64 for fp64 models)."""
+        ...
+
     def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> Weight:
         """Tables [positions, head_dim // 2] in fp32."""
         ...

@@ -15,7 +15,7 @@ from worker_svc.attention.work import Pass, passes
 from worker_svc.kv_cache import KVCache, LayerCache
 from worker_svc.ops import moe
 from worker_svc.ops.base import HeadShape, QKNorm, Router
-from worker_svc.ops.invariance import Numerics, accumulator, rms_norm, silu_mul
+from worker_svc.ops.invariance import Numerics, accumulator, probe, rms_norm, silu_mul
 from worker_svc.ops.leaves import LeafPart, fold_across
 from worker_svc.ops.matmul import CpuWeight, matmul, prepare
 from worker_svc.parallel.group import Group
@@ -91,9 +91,12 @@ class CpuOps:
     def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> moe.Experts:
         return moe.Experts(
             tuple(self.prepare_gated(w.contiguous()) for w in gate_up_XNK),
-            tuple(self.prepare_row(w, None, part) for w in down_XDI),
+            tuple(self.prepare_row(w, None, part).leaves for w in down_XDI),
             part,
         )
+
+    def prepare_router(self, weight_XD: Tensor) -> CpuWeight:
+        return prepare(weight_XD.to(self.acc), None, probe(self.acc).matmul)
 
     def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> RopeTables:
         return RopeTables(
@@ -136,7 +139,8 @@ class CpuOps:
 
     def full_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, part: LeafPart, group: Group) -> Tensor:
         x = x_TN.to(self.acc)
-        squares = [(leaf * leaf).sum(-1, keepdim=True) for leaf in x.chunk(part.count, 1)]
+        leaves = x.reshape(len(x), part.count, -1).square().sum(-1)
+        squares = [leaf.unsqueeze(1) for leaf in leaves.unbind(1)]
         mean = fold_across(squares, part, group) / (x.shape[1] // part.count * part.total)
         normed: Tensor = x * torch.rsqrt(mean + eps) * weight_N
         return normed.to(x_TN.dtype)
@@ -184,7 +188,10 @@ class CpuOps:
         return out.view(len(out), -1)
 
     def moe(self, x_TD: Tensor, router: Router, experts: moe.Experts, group: Group) -> Tensor:
-        raise NotImplementedError
+        logits = matmul(x_TD.to(self.acc), router.weight)
+        ids, weights = moe.choose(logits, router.experts_per_token, router.renormalise)
+        leaves = moe.leaf_sums(x_TD, ids, weights, experts, self.acc)
+        return fold_across(leaves, experts.part, group).to(self.dtype)
 
     def logits(self, x_RD: Tensor, weight: CpuWeight) -> Tensor:
         return matmul(x_RD, weight).to(self.acc)
