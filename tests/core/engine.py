@@ -80,7 +80,9 @@ class Bench:
         return batch
 
     def commit(self) -> StepEvents:
-        events = self.core.commit(self.waiting.popleft(), self.now)
+        result = self.waiting.popleft()
+        self.fake.finish(result.seq)
+        events = self.core.commit(result, self.now)
         self.verify()
         self.take(events)
         return events

@@ -6,14 +6,12 @@ write into a shared one, a lost token or a stale cache changes tokens. `solo` sa
 definition alone, without core, table or cache.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from protos.step import NO_FLOATS, NO_INTS, Row, RowSampling, StepBatch, StepResult, step_digest
+from protos.step import NO_FLOATS, NO_INTS, RowSampling, StepBatch, StepResult, step_digest
 from scheduler_svc.core.request import Request
 from worker_svc.slots import SlotTable, StepPlan
 
@@ -100,7 +98,7 @@ class FakeExecutor:
         self.num_steps = 0
         self.batches: list[StepBatch] = []
         self.keep_batches = False
-        self.results: deque[StepResult] = deque()
+        self._writes: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}  # of steps not handed out yet
         self._drawn: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.restart()
 
@@ -109,12 +107,8 @@ class FakeExecutor:
         max_num_seqs, num_blocks = self._sizes
         self.table = SlotTable(max_num_seqs, num_blocks, block_size=self.block_size, num_blocks=num_blocks)
         self.cache = np.full((num_blocks, self.block_size), 0xDEADBEEF, np.uint64)
-        self.results.clear()
-
-    def step(self, batch: StepBatch) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
-        future.set_result(self.run(batch))
-        return future
+        self._pending = np.zeros((num_blocks, self.block_size), np.int32)  # writes of steps that are not handed out
+        self._writes.clear()
 
     def run(self, batch: StepBatch) -> StepResult:
         if self.keep_batches:
@@ -122,10 +116,33 @@ class FakeExecutor:
         plan = self.table.apply(batch)
         self.num_steps += 1
         self.num_tokens += len(plan.token_ids)
-        contexts, scores = self._forward(plan)
-        result = self._sample(batch, plan, contexts, scores)
-        self.results.append(result)
-        return result
+        if self.strict:
+            self._check_found(batch)
+        self._writes[batch.seq] = []
+        contexts, scores = self._forward(batch.seq, plan)
+        if self.strict:
+            self._check_written(self._writes[batch.seq])
+        return self._sample(batch, plan, contexts, scores)
+
+    def finish(self, seq: int) -> None:
+        """The step's result is handed out: until now its writes may still land, so they land once more."""
+        for blocks, offsets, values in self._writes.pop(seq):
+            self.cache[blocks, offsets] = values
+            self._pending[blocks, offsets] -= 1
+
+    def _check_found(self, batch: StepBatch) -> None:
+        """What a new row finds in the cache is acknowledged."""
+        for row in batch.rows:
+            positions = np.arange(row.num_cached)
+            blocks = row.block_ids[positions // self.block_size]
+            assert not self._pending[blocks, positions % self.block_size].any(), f"{row.name} found unfinished blocks"
+
+    def _check_written(self, writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
+        """Nobody writes to a block that stands in two tables."""
+        tables = [self.table._tables[slot, : self.table._table_lengths[slot]] for slot in self.table.live]
+        owners = np.bincount(np.concatenate(tables), minlength=len(self.cache)) if tables else np.zeros(1)
+        for blocks, _offsets, _values in writes:
+            assert (owners[blocks] == 1).all(), f"a write into shared blocks among {blocks}"
 
     def sample(self, result: StepResult) -> StepResult:
         """What host sampling makes of a result that holds logits only."""
@@ -133,11 +150,14 @@ class FakeExecutor:
         logits = result.logits[asking] if result.logits is not None and asking.any() else None
         return replace(result, token_ids=token_ids, logprobs=logprobs, logits=logits)
 
-    def _write(self, blocks: np.ndarray, offsets: np.ndarray, values: np.ndarray, cached: np.ndarray) -> None:
+    def _write(self, seq: int, blocks: np.ndarray, offsets: np.ndarray, values: np.ndarray, cached: np.ndarray) -> None:
         """Cells of positions that the row found in the cache are computed and not written."""
-        self.cache[blocks[~cached], offsets[~cached]] = values[~cached]
+        blocks, offsets, values = blocks[~cached], offsets[~cached], values[~cached]
+        self.cache[blocks, offsets] = values
+        self._pending[blocks, offsets] += 1
+        self._writes[seq].append((blocks, offsets, values))
 
-    def _forward(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+    def _forward(self, seq: int, plan: StepPlan) -> tuple[list[int], list[float]]:
         """The context of each sampling row; scores of prompt tokens."""
         contexts: list[int] = []
         scores: list[float] = []
@@ -153,9 +173,9 @@ class FakeExecutor:
                     np.uint64
                 )
                 value = previous * A + plan.token_ids[plan.query_starts[rows]].astype(np.uint64) + p.astype(np.uint64)
-                self._write(tables[lanes, p // size], p % size, value, p < plan.num_cached[rows])
+                self._write(seq, tables[lanes, p // size], p % size, value, p < plan.num_cached[rows])
             for row in np.flatnonzero(~single).tolist():
-                self._prefill(plan, row)
+                self._prefill(seq, plan, row)
         for row in range(len(plan.slots)):
             end = int(plan.first_position[row] + plan.num_new[row])
             intro = plan.rows[row]
@@ -177,7 +197,7 @@ class FakeExecutor:
         positions = np.arange(end)
         return self.cache[plan.block_tables[row, positions // self.block_size], positions % self.block_size]
 
-    def _prefill(self, plan: StepPlan, row: int) -> None:
+    def _prefill(self, seq: int, plan: StepPlan, row: int) -> None:
         first, count = int(plan.first_position[row]), int(plan.num_new[row])
         tokens = plan.token_ids[plan.query_starts[row] : plan.query_starts[row + 1]].astype(np.uint64)
         positions = np.arange(first, first + count)
@@ -186,7 +206,7 @@ class FakeExecutor:
         up, down = _powers(int(A), count), _powers(INVERSE, count)
         terms = (tokens + positions.astype(np.uint64)) * down[1 : count + 1]
         values = up[1 : count + 1] * (h + np.cumsum(terms, dtype=np.uint64))
-        self._write(table[positions // size], positions % size, values, positions < plan.num_cached[row])
+        self._write(seq, table[positions // size], positions % size, values, positions < plan.num_cached[row])
 
     def _sample(self, batch: StepBatch, plan: StepPlan, contexts: list[int], scores: list[float]) -> StepResult:
         sampling = [(row, int(slot)) for row, slot, s in zip(plan.rows, plan.slots, plan.samples) if s]
@@ -238,7 +258,3 @@ class FakeExecutor:
                 for position in range(first, min(first + count, row.num_prompt - 1)):
                     out += [position] * row.prompt_logprobs
         return np.array(out, np.int32)
-
-
-def row_names(rows: Iterable[Row]) -> list[str]:
-    return [row.name for row in rows]
