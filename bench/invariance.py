@@ -14,9 +14,12 @@ At a difference a reproducer is written (--out), as small as it got, and the run
 
 import argparse
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +34,7 @@ from bench.crowd.driving import Arrival, Driver, draw_crowd
 from bench.crowd.reproducing import Reproducer, shrink
 from bench.crowd.requests import Limits, RequestSource
 from protos import generation_pb2 as pb
+from tests.cluster import Cluster
 
 LEAST_POSITIONS = 1000
 CROWDS = (2, 4, 8, 32)
@@ -117,13 +121,23 @@ class Campaign:
             while first or time.monotonic() < end:
                 # The first crowd of a deployment is a large one, so that pools fill up.
                 size = min(max(CROWDS) if first else self.rng.choice(CROWDS), len(self.requests))
+                killer = self._kill_later(cluster, deployment.tp) if deployment.deaths and first else None
                 self._run_crowd(driver, deployment, size, tally, out)
+                if killer is not None:
+                    killer.join()
                 first = False
             found = tally.positions - before
             tally.count(0, self._axes(deployment, driver.stats()), found)
             for axis in ("dtype", "family"):
                 tally.saw(axis, getattr(deployment, axis), found)
             driver.close()
+
+    def _kill_later(self, cluster: Cluster, tp: int) -> threading.Timer:
+        """SIGKILL for some rank's worker while the crowd is at work."""
+        rank = self.rng.randrange(tp)
+        killer = threading.Timer(self.rng.uniform(0.3, 1.5), lambda: os.kill(cluster.worker_pid(rank), signal.SIGKILL))
+        killer.start()
+        return killer
 
     def _axes(self, deployment: Deployment, stats: dict[str, float]) -> list[str]:
         """Operator's axes that this deployment has really tried."""

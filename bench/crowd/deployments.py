@@ -28,6 +28,7 @@ class Deployment:
     depth: int = 1
     sample_at: str = "worker"
     prefix_cache: bool = False
+    deaths: bool = False  # a worker is killed in the middle of a crowd
     numerics: str = "invariant"
 
     def start(self, model_dir: Path, max_len: int) -> Cluster:
@@ -60,7 +61,7 @@ class Deployment:
 
 
 # The axes that a deployment draws, beside the value that it has in the plainest one.
-OPERATOR_AXES = ("tp", "threads", "chunk", "blocks", "block_size", "depth", "sample_at", "prefix_cache")
+OPERATOR_AXES = ("tp", "threads", "chunk", "blocks", "block_size", "depth", "sample_at", "prefix_cache", "deaths")
 
 
 def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: int, missing: set[str]) -> Deployment:
@@ -86,4 +87,5 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
         depth=1 if at == "scheduler" else value("depth", 2, 4),
         sample_at=at,
         prefix_cache=value("prefix_cache", True),
+        deaths="deaths" in missing or rng.random() < 0.2,
     )
