@@ -17,7 +17,7 @@ from worker_svc.ops.matmul import CpuWeight, MatmulPath, matmul, onednn_availabl
 
 ROWS = (1, 2, 3, 5, 9, 16, 17, 33, 48, 300)
 SHAPES = ((576, 192), (1536, 96), (200, 328))  # (K, N)
-SHARDS = ((0, 96), (48, 96), (32, 64))
+SHARDS = ((0, 96), (48, 96), (32, 64), (17, 1), (40, 24))
 MULTIPLES = (1, 2, 4, 8, 16)
 TILES = (32, 16, 8)
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}

@@ -7,6 +7,7 @@ Invariant (any path that passed the probe): row i of `matmul(x, w)` depends on r
     blas     torch's own product (MKL where torch has it; for bfloat16 that is oneDNN again)
 
 Rows are padded with zeros to a multiple of `row_multiple`; with `row_tile` the library only ever sees that many.
+Outputs are padded to a multiple of OUTPUT_MULTIPLE at load: a product with one column takes another way than a matrix.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+OUTPUT_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,11 @@ def onednn_available(dtype: torch.dtype) -> bool:
 
 def prepare(weight_NK: Tensor, bias_N: Tensor | None, path: MatmulPath) -> CpuWeight:
     data = weight_NK
+    if spare := -len(weight_NK) % OUTPUT_MULTIPLE:
+        data = F.pad(weight_NK, (0, 0, 0, spare))
+        bias_N = bias_N if bias_N is None else F.pad(bias_N, (0, spare))
     if path.library == "packed" and weight_NK.numel():
-        data = torch.ops.mkldnn._reorder_linear_weight(weight_NK)
+        data = torch.ops.mkldnn._reorder_linear_weight(data)
     return CpuWeight(data, bias_N, path, weight_NK.shape[0])
 
 
@@ -59,11 +65,12 @@ def matmul(x_MK: Tensor, weight: CpuWeight) -> Tensor:
     if not rows or not weight.num_outputs:
         return x_MK.new_empty((rows, weight.num_outputs))
     if path.row_tile:
-        return _tiled(x_MK, weight, path.row_tile)
-    spare = -rows % path.row_multiple
-    if not spare:
-        return _product(x_MK, weight)
-    return _product(F.pad(x_MK, (0, 0, 0, spare)), weight)[:rows]
+        y_MN = _tiled(x_MK, weight, path.row_tile)
+    elif spare := -rows % path.row_multiple:
+        y_MN = _product(F.pad(x_MK, (0, 0, 0, spare)), weight)[:rows]
+    else:
+        y_MN = _product(x_MK, weight)
+    return y_MN if y_MN.shape[1] == weight.num_outputs else y_MN[:, : weight.num_outputs].contiguous()
 
 
 def _tiled(x_MK: Tensor, weight: CpuWeight, tile: int) -> Tensor:

@@ -41,7 +41,7 @@ def leaf_sums(x_TD: Tensor, ids_TS: Tensor, weights_TS: Tensor, experts: Experts
     tokens, slots = ids_TS.shape
     flat = ids_TS.reshape(-1)
     answers = [torch.zeros((tokens * slots, x_TD.shape[1]), dtype=acc) for _ in range(experts.part.count)]
-    for expert in flat.unique().tolist():
+    for expert in torch.unique(flat).tolist():
         places = torch.nonzero(flat == expert).view(-1)
         hidden = _gated(x_TD[places // slots], experts.gate_up[expert], acc)
         for answer, leaf, part in zip(answers, experts.down[expert], hidden.chunk(experts.part.count, 1), strict=True):
