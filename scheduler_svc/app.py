@@ -24,11 +24,12 @@ import grpc
 from protos.worker_link import SECRET_VARIABLE
 from scheduler_svc import limits, logs
 from scheduler_svc.calls import Calls
+from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
-from scheduler_svc.front_end import FrontEnd, Observer
-from scheduler_svc.loop import EngineConfig
+from scheduler_svc.front_end import FrontEnd
 from scheduler_svc.messages import EngineState, Notice
 from scheduler_svc.metrics import Metrics, serve_metrics
+from scheduler_svc.observer import Observer
 from scheduler_svc.security import BearerTokens, TlsFiles, read_tokens
 from scheduler_svc.service import GenerationService, Health, add_services
 from scheduler_svc.workers import WorkerGroup

@@ -103,7 +103,7 @@ class Calls:
             self._pace.remove(reader)
 
     async def _prompt(self, request: pb.GenerateRequest) -> Int32s:
-        facts = self.front.check_open()
+        facts = self.front.check_open().facts
         try:
             kind = request.WhichOneof("prompt")
             if kind in ("text", "chat") and request.ByteSize() > LONG_TEXT_BYTES:

@@ -23,10 +23,10 @@ from google.rpc import code_pb2, error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from protos import generation_pb2 as pb
+from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.engine_process import EngineStart, EngineThread
 from scheduler_svc.executor import Executor
 from scheduler_svc.front_end import Failure, FrontEnd
-from scheduler_svc.loop import EngineConfig
 from scheduler_svc.messages import EngineState, Notice
 from scheduler_svc.metrics import Metrics
 from scheduler_svc.statuses import of_error
@@ -187,7 +187,7 @@ class Engine:
     @property
     def fingerprint(self) -> dict[str, str]:
         """Under what this engine's bits hold."""
-        return dict(self._front.fingerprint.parts)
+        return dict(self._front.check_open().fingerprint.parts)
 
     def close(self) -> None:
         """End what runs and free the model. Idempotent."""
@@ -223,7 +223,7 @@ class EventStream(Iterator[pb.GenerateEvent]):
         arrival = time.monotonic()
         try:
             with self._lock:
-                facts = front.check_open()
+                facts = front.check_open().facts
             prompt = prompt_ids(message, facts)
             with self._lock:
                 self._stream = front.open(message, prompt, request_id, _Sink(self._news), arrival=arrival)

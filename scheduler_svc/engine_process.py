@@ -20,8 +20,9 @@ from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Protocol
 
+from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.executor import Executor
-from scheduler_svc.loop import EngineConfig, EngineLoop, Inbox
+from scheduler_svc.loop import EngineLoop, Inbox
 from scheduler_svc.messages import Close, Command, Notice
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ time. Invariants: a request is in `live` from its submission to its end, its id 
 and the engine is told of every end that it does not know itself.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,13 @@ from google.rpc.status_pb2 import Status
 from protos import generation_pb2 as pb
 from protos.step import Int32s
 from scheduler_svc import limits, statuses
-from scheduler_svc.chat import ChatError, ChatTemplate
 from scheduler_svc.core.events import Finished, Tokens
+from scheduler_svc.known_model import KnownModel, learn
 from scheduler_svc.messages import (
     AskStats,
     Cancel,
     Command,
     Drain,
-    EngineFacts,
     EngineState,
     Notice,
     Refused,
@@ -36,9 +34,10 @@ from scheduler_svc.messages import (
     StopChoice,
     Submit,
 )
+from scheduler_svc.observer import Observer
+from scheduler_svc.sampling_fields import Violation
 from scheduler_svc.streams import Choice, Stream
-from scheduler_svc.text import ChoiceText, Tokenizer
-from scheduler_svc.validation import InvalidRequest, ModelFacts, Prepared, Violation, WrongFingerprint, prepare
+from scheduler_svc.validation import InvalidRequest, Prepared, WrongFingerprint, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -55,30 +54,6 @@ class Sink(Protocol):
     """Whoever reads a stream: told that it has news, at most once a step."""
 
     def notify(self, stream: Stream) -> None: ...
-
-
-class Observer(Protocol):
-    """Hears what happens, for metrics and logs."""
-
-    def admitted(self, stream: Stream) -> None: ...
-
-    def refused(self, status: Status) -> None: ...
-
-    def refused_late(self, stream: Stream, status: Status) -> None:
-        """The core did not take a request that had been admitted here."""
-        ...
-
-    def tokens(self, count: int, first_token_s: Sequence[float], gaps_s: Sequence[float]) -> None: ...
-
-    def stepped(self, stream: Stream, stepped: Stepped) -> None:
-        """A request that is traced got a token."""
-        ...
-
-    def ended(self, stream: Stream, now: float) -> None: ...
-
-    def state(self, state: EngineState, reason: str) -> None: ...
-
-    def stats(self, values: Mapping[str, float]) -> None: ...
 
 
 class FrontEnd:
@@ -105,10 +80,7 @@ class FrontEnd:
         self._stats_waiters: dict[int, Callable[[Mapping[str, float]], None]] = {}
         self.state = EngineState.STARTING
         self.reason = "the workers are not ready yet"
-        self.facts: ModelFacts | None = None
-        self.engine: EngineFacts | None = None
-        self.fingerprint = pb.Fingerprint()
-        self.tokenizer: Tokenizer | None = None
+        self.model: KnownModel | None = None
         self.draining = False
         self.on_state: Callable[[], None] = lambda: None
         self.on_idle: Callable[[], None] = lambda: None
@@ -125,13 +97,13 @@ class FrontEnd:
 
     # Requests
 
-    def check_open(self) -> ModelFacts:
-        """The model's facts. Raises Failure when no request is taken at all."""
+    def check_open(self) -> KnownModel:
+        """The model that serves. Raises Failure when no request is taken at all."""
         if self.draining:
             raise Failure(statuses.unavailable("the scheduler is shutting down"))
-        if self.facts is None or self.state is EngineState.FAILED:
+        if self.model is None or self.state is EngineState.FAILED:
             raise Failure(statuses.unavailable(f"the scheduler is {self.state.value}: {self.reason}"))
-        return self.facts
+        return self.model
 
     def open(
         self,
@@ -148,13 +120,15 @@ class FrontEnd:
 
         `deadline` is that of the call; the request's own timeout counts from `arrival`.
         """
-        facts = self.check_open()
+        model = self.check_open()
         if request_id in self._ids:
             raise Failure(statuses.duplicate(f"request_id {request_id!r} is live"))
         key = self._next_key
         try:
-            prepared = prepare(message, prompt, facts, key=key, request_id=request_id, now=arrival, deadline=deadline)
-            stream, stops = self._build(prepared)
+            prepared = prepare(
+                message, prompt, model.facts, key=key, request_id=request_id, now=arrival, deadline=deadline
+            )
+            stream, stops = self._build(prepared, model)
         except (InvalidRequest, WrongFingerprint) as error:
             raise Failure(statuses.of_error(error)) from error
         self._next_key += 1
@@ -342,70 +316,20 @@ class FrontEnd:
 
     def _change_state(self, notice: StateChanged) -> None:
         if notice.facts is not None:
-            self._learn(notice.facts)
+            self.model = learn(notice.facts, self._tokenizer_folder, self.model)
         self.state, self.reason = notice.state, notice.reason
         self._observer.state(notice.state, notice.reason)
         self.on_state()
 
-    def _learn(self, engine: EngineFacts) -> None:
-        """The group stands: what its model is decides what requests may ask."""
-        self.engine = engine
-        description = engine.description
-        parts = dict(engine.fingerprint)
-        self.fingerprint = pb.Fingerprint(digest=digest_of(parts), parts=parts)
-        if self.tokenizer is None:
-            self._load_tokenizer(description.model_path)
-        own_eos = self.tokenizer.eos_token_id() if self.tokenizer is not None else None
-        eos_ids = {*description.eos_token_ids, *(() if own_eos is None else (own_eos,))}
-        self.facts = ModelFacts(
-            vocab_size=description.vocab_size,
-            max_seq_len=engine.max_seq_len,
-            eos_ids=frozenset(token_id for token_id in eos_ids if token_id < description.vocab_size),
-            fingerprint=self.fingerprint.digest,
-            encode=self.tokenizer.encode if self.tokenizer is not None else None,
-            encode_chat=self._encode_chat if self.tokenizer is not None else None,
-        )
-
-    def tokenizer_folder(self, model_path: str) -> Path:
-        """Where the tokenizer is, or would be."""
-        return self._tokenizer_folder or Path(model_path)
-
-    def _load_tokenizer(self, model_path: str) -> None:
-        folder = self.tokenizer_folder(model_path)
-        try:
-            self.tokenizer = Tokenizer(folder)
-        except FileNotFoundError as error:
-            logger.warning("no tokenizer, so only token ids are served: %s", error)
-            return
-        self._chat = ChatTemplate.of_snapshot(folder, self.tokenizer.config, self.tokenizer.special_tokens)
-
-    def _encode_chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        assert self.tokenizer is not None
-        try:
-            text = self._chat.render(messages, add_generation_prompt)
-        except ChatError as error:
-            raise ValueError(str(error)) from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
     # Text
 
-    def _build(self, prepared: Prepared) -> tuple[Stream, list[StopChoice]]:
+    def _build(self, prepared: Prepared, model: KnownModel) -> tuple[Stream, list[StopChoice]]:
         """The stream of a request, with the text of resumed tokens behind it, and the stops that those contain."""
-        assert self.facts is not None
         rules, request = prepared.text, prepared.request
         choices, stops, violations = [], [], []
         prompt = request.prompt.tolist()
         for index in range(request.n):
-            detokenizer = None
-            if self.tokenizer is not None:
-                detokenizer = self.tokenizer.detokenizer(prompt, rules.skip_special_tokens)
-            text = ChoiceText(
-                detokenizer,
-                rules.stops,
-                include=rules.include_stop,
-                min_tokens=rules.min_tokens,
-                ending_ids=rules.ending_ids,
-            )
+            text = model.choice_text(prompt, rules)
             if request.resume:
                 resumed = request.resume[index].tolist()
                 for token_id in resumed:
@@ -421,14 +345,4 @@ class FrontEnd:
             choices.append(Choice(index, text))
         if violations:
             raise InvalidRequest(violations)
-        return Stream(prepared, choices, self.fingerprint, self.facts.vocab_size), stops
-
-
-def digest_of(parts: Mapping[str, str]) -> str:
-    """One name for all parts of a fingerprint."""
-    state = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(parts.items()):
-        for text in (name, value):
-            data = text.encode()
-            state.update(len(data).to_bytes(4, "little") + data)
-    return state.hexdigest()
+        return Stream(prepared, choices, model.fingerprint, model.facts.vocab_size), stops

@@ -16,15 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
 
-from protos.step import Description, GroupConfig, StepResult
+from protos.step import StepResult
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import FinishReason, StepEvents
 from scheduler_svc.core.request import Draining, Duplicate, NeverFits, Overloaded, Refusal, Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.stats import Stats
-from scheduler_svc.executor import EpochLost, Executor
+from scheduler_svc.engine_config import EngineConfig
+from scheduler_svc.engine_stats import StepCounters, core_values
+from scheduler_svc.executor import Executor
+from scheduler_svc.forming import Formed, GroupFormer, NotFormed
 from scheduler_svc.messages import (
     AskStats,
     Cancel,
@@ -46,26 +47,6 @@ logger = logging.getLogger(__name__)
 
 CLOCK_S = 0.002  # how late a deadline may be noticed while no step ends
 STATS_S = 0.5  # between reports while there is work
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What the operator chose; sizes of 0 are found out (num_blocks from memory, max_seq_len from the model)."""
-
-    block_size: int = 16
-    num_blocks: int = 0
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 512
-    max_seq_len: int = 0
-    max_queue: int = 1024
-    pipeline_depth: int = 2
-    sample_at_scheduler: bool = False
-    prefix_cache: bool = True
-    forecast: bool = True
-    step_timeout_s: float = 30.0
-    recovery_timeout_s: float = 120.0
-    check_invariants: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,34 +61,8 @@ class _EpochEnded:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Formed:
-    facts: EngineFacts
-
-
-@dataclass(frozen=True, slots=True)
-class _NotFormed:
-    reason: str
-    fatal: bool = False
-
-
-Item = Command | _StepDone | _EpochEnded | _Formed | _NotFormed
+Item = Command | Formed | NotFormed | _StepDone | _EpochEnded
 Inbox = SimpleQueue[Item]
-
-
-@dataclass(slots=True)
-class _Counters:
-    """Sums since the start, told as they are."""
-
-    steps: int = 0
-    recoveries: int = 0
-    late_results: int = 0
-    plan_s: float = 0.0
-    commit_s: float = 0.0
-    worker_run_s: float = 0.0
-    worker_wait_s: float = 0.0
-    step_s: float = 0.0
-    idle_s: float = 0.0
 
 
 class EngineLoop:
@@ -134,14 +89,14 @@ class EngineLoop:
         self._core: Scheduler | None = None
         self._facts: EngineFacts | None = None
         self._epoch = 0
-        self._joining = 0  # the epoch that was joined last, perhaps not served yet
+        self._former = GroupFormer(self._config, executor, inbox.put, lambda: bool(self._live))
         self._fallen: _EpochEnded | None = None  # the last epoch that ended by itself
         self._in_flight: dict[int, float] = {}  # seq -> when it was sent
         self._live: dict[int, int] = {}  # key -> choices that have not ended
         self._recovery_ends: float | None = None
-        self._closed = Event()
+        self._closed = False
         self._draining = False
-        self._counters = _Counters()
+        self._counters = StepCounters()
         self._stats_due = 0.0
         self._told_idle = True
 
@@ -150,16 +105,16 @@ class EngineLoop:
     def run(self) -> None:
         """Until Close."""
         if hasattr(self._executor, "on_lost"):  # a remote group can fall while no step asks it anything
-            self._executor.on_lost = lambda lost: self._inbox.put(_EpochEnded(self._joining, str(lost)))
-        self._form_group()
+            self._executor.on_lost = lambda lost: self._inbox.put(_EpochEnded(self._former.joining, str(lost)))
+        self._former.start(0, None)
         try:
-            while not self._closed.is_set():
+            while not self._closed:
                 self._take_items()
                 self._expire()
                 self._launch_steps()
                 self._tell()
         finally:
-            self._closed.set()
+            self._former.close()
             self._executor.close()
 
     def _take_items(self) -> None:
@@ -203,12 +158,12 @@ class EngineLoop:
         elif isinstance(item, _EpochEnded):
             self._fallen = item
             self._lose(item.epoch, item.reason, now)
-        elif isinstance(item, _Formed):
+        elif isinstance(item, Formed):
             self._serve(item.facts, now)
-        elif isinstance(item, _NotFormed):
+        elif isinstance(item, NotFormed):
             self._change_state(EngineState.FAILED if item.fatal else self._state, item.reason)
         else:
-            self._closed.set()
+            self._closed = True
 
     def _launch_steps(self) -> None:
         """Keep the pipeline full."""
@@ -332,71 +287,14 @@ class EngineLoop:
         self._counters.recoveries += 1
         self._recovery_ends = now + self._config.recovery_timeout_s
         self._change_state(EngineState.RECOVERING, reason)
-        self._form_group()
-
-    def _form_group(self) -> None:
-        Thread(target=self._try_to_form, args=(self._epoch, self._facts), name="form-group", daemon=True).start()
-
-    def _try_to_form(self, last_epoch: int, facts: EngineFacts | None) -> None:
-        """Joins the workers to a fresh group, as often as it takes; its own thread, since it waits for them."""
-        backoff = MIN_BACKOFF_S
-        while not self._closed.is_set():
-            try:
-                formed = self._join(last_epoch, facts)
-            except EpochLost as lost:
-                self._inbox.put(_NotFormed(str(lost)))
-            except ValueError as error:  # options that the model does not allow
-                self._inbox.put(_NotFormed(str(error), fatal=True))
-                return
-            except Exception as error:
-                logger.exception("forming a group failed")
-                self._inbox.put(_NotFormed(f"forming a group failed: {error!r}", fatal=True))
-                return
-            else:
-                self._inbox.put(_Formed(formed))
-                return
-            self._closed.wait(backoff)
-            backoff = min(2 * backoff, MAX_BACKOFF_S)
-
-    def _join(self, last_epoch: int, facts: EngineFacts | None) -> EngineFacts:
-        config = self._config
-        description = self._executor.describe()
-        max_seq_len = config.max_seq_len or description.max_position_embeddings
-        if max_seq_len > description.max_position_embeddings:
-            raise ValueError(
-                f"--max-seq-len {max_seq_len} is above the model's {description.max_position_embeddings} positions"
-            )
-        parts = _fingerprint(description, config.sample_at_scheduler)
-        if facts is not None and parts != facts.fingerprint and self._live:
-            raise EpochLost(f"the workers came back with another fingerprint: {parts}, before {facts.fingerprint}")
-        epoch = self._joining = max(description.epoch, last_epoch, self._joining) + 1
-        num_blocks = self._executor.join(
-            GroupConfig(
-                epoch=epoch,
-                block_size=config.block_size,
-                num_blocks=facts.num_blocks if facts is not None else config.num_blocks,
-                max_num_seqs=config.max_num_seqs,
-                max_batch_tokens=config.max_batch_tokens,
-                max_seq_len=max_seq_len,
-                sample_at_scheduler=config.sample_at_scheduler,
-                pipeline_depth=config.pipeline_depth,
-                step_timeout_s=config.step_timeout_s,
-            )
-        )
-        return EngineFacts(
-            description=description,
-            epoch=epoch,
-            block_size=config.block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            max_seq_len=max_seq_len,
-            sample_at="scheduler" if config.sample_at_scheduler else "worker",
-            fingerprint=parts,
-        )
+        self._former.start(self._epoch, self._facts)
 
     def _serve(self, facts: EngineFacts, now: float) -> None:
         """A group stands."""
+        if self._core is not None and self._facts is not None and facts.fingerprint != self._facts.fingerprint:
+            self._core.end_all(FinishReason.UNAVAILABLE, now)  # those that waited while no group stood
+            self._add_events(self._core.take_events())
+            self._core = None
         if self._core is None:
             self._core = self._make_core(facts)
             if self._draining:
@@ -434,46 +332,5 @@ class EngineLoop:
         self._notices.append(StateChanged(state, reason))
 
     def _stats(self) -> Mapping[str, float]:
-        counters = self._counters
-        values: dict[str, float] = {
-            "steps_total": counters.steps,
-            "digests_agreed_total": counters.steps,
-            "engine_epoch": self._epoch,
-            "recoveries_total": counters.recoveries,
-            "steps_in_flight": len(self._in_flight),
-            'step_seconds_total{phase="plan"}': counters.plan_s,
-            'step_seconds_total{phase="commit"}': counters.commit_s,
-            'step_seconds_total{phase="round_trip"}': counters.step_s,
-            'step_seconds_total{phase="worker_run"}': counters.worker_run_s,
-            'step_seconds_total{phase="worker_wait"}': counters.worker_wait_s,
-            'step_seconds_total{phase="idle"}': counters.idle_s,
-        }
-        return values | _core_values(self._core.stats()) if self._core is not None else values
-
-
-def _core_values(stats: Stats) -> dict[str, float]:
-    """The core's figures under their public names."""
-    counters = stats.counters
-    values: dict[str, float] = {
-        "requests_running": stats.running,
-        "requests_waiting": stats.waiting,
-        "waiting_tokens": stats.waiting_tokens,
-        "kv_blocks": stats.blocks,
-        "kv_blocks_free": stats.blocks_free,
-        "kv_blocks_cached": stats.blocks_cached,
-        "kv_blocks_held": stats.blocks_held,
-        "kv_cache_usage_ratio": 1 - (stats.blocks_free + stats.blocks_cached) / max(1, stats.blocks),
-        "prefix_cache_queries_total": counters.prefix_queries,
-        "prefix_cache_hits_total": counters.prefix_hits,
-        "preemptions_total": counters.preemptions,
-        "recomputed_tokens_total": counters.recomputed_tokens,
-        "discarded_tokens_total": counters.discarded_tokens,
-        "scheduled_tokens_total": counters.scheduled_tokens,
-        "scheduled_prompt_tokens_total": counters.scheduled_prompt_tokens,
-    }
-    return values | {f'requests_waiting_by_reason{{reason="{why}"}}': n for why, n in stats.waiting_for.items()}
-
-
-def _fingerprint(description: Description, sample_at_scheduler: bool) -> dict[str, str]:
-    """What the workers state, and where sampling happens."""
-    return {**description.fingerprint, "sample_at": "scheduler" if sample_at_scheduler else "worker"}
+        values = self._counters.values() | {"engine_epoch": self._epoch, "steps_in_flight": len(self._in_flight)}
+        return values | core_values(self._core.stats()) if self._core is not None else values

@@ -90,26 +90,27 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm.AbortResponse()
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:
-        engine, facts = self._front.engine, self._front.facts
-        if engine is None or facts is None:
+        model = self._front.model
+        if model is None:
             await abort(context, statuses.unavailable(f"the scheduler is starting: {self._front.reason}"))
-        description = engine.description
+        engine, description = model.engine, model.engine.description
         return vllm.GetModelInfoResponse(
             model_path=description.model_path,
-            tokenizer_path=str(self._front.tokenizer_folder(description.model_path)),
+            tokenizer_path=str(model.tokenizer_folder),
             served_model_name=description.model,
             is_generation=True,
             max_context_length=engine.max_seq_len,
             max_req_input_len=engine.max_seq_len - 1,
             vocab_size=description.vocab_size,
-            eos_token_ids=sorted(facts.eos_ids),
+            eos_token_ids=sorted(model.facts.eos_ids),
             bos_token_id=description.bos_token_id or 0,
         )
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
-        engine = self._front.engine
-        if engine is None:
+        model = self._front.model
+        if model is None:
             await abort(context, statuses.unavailable(f"the scheduler is starting: {self._front.reason}"))
+        engine = model.engine
         return vllm.GetServerInfoResponse(
             active_requests=self._front.num_live,
             is_paused=self._front.shown_state is not EngineState.SERVING,
@@ -124,10 +125,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:
-        engine = self._front.engine
-        values = await self._stats()
-        if engine is None or values is None:
+        model, values = self._front.model, await self._stats()
+        if model is None or values is None:
             await abort(context, statuses.unavailable("the engine does not answer"))
+        engine = model.engine
         running, waiting = int(values["requests_running"]), int(values["requests_waiting"])
         total = engine.num_blocks * engine.block_size
         used = round(values["kv_cache_usage_ratio"] * total)
@@ -143,10 +144,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return vllm.GetLoadsResponse(dp_rank_count=1, loads=[load])
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        engine = self._front.engine
-        if engine is None or self._front.tokenizer is None:
+        model = self._front.model
+        if model is None or model.tokenizer is None:
             await abort(context, statuses.unavailable("there is no tokenizer to give"))
-        data = bundle(self._front.tokenizer_folder(engine.description.model_path))
+        data = bundle(model.tokenizer_folder)
         pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
         for at, piece in enumerate(pieces):
             last = at == len(pieces) - 1

@@ -18,7 +18,8 @@ from scheduler_svc.calls import Calls, Context, abort, stall_status, uncancel
 from scheduler_svc.front_end import Failure, FrontEnd
 from scheduler_svc.messages import EngineState
 from scheduler_svc.readers import ManyReader
-from scheduler_svc.validation import Violation, identity
+from scheduler_svc.sampling_fields import Violation
+from scheduler_svc.validation import identity
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 STATS_TIMEOUT_S = 2.0
@@ -57,16 +58,16 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return pb.AbortReply(aborted=self._front.abort(request.request_ids))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
-        engine, facts = self._front.engine, self._front.facts
-        if engine is None or facts is None:
+        model = self._front.model
+        if model is None:
             await abort(context, statuses.unavailable(f"the scheduler is starting: {self._front.reason}"))
-        description = engine.description
+        engine, description = model.engine, model.engine.description
         return pb.ModelInfo(
             model=description.model,
             model_path=description.model_path,
             vocab_size=description.vocab_size,
             max_seq_len=engine.max_seq_len,
-            eos_token_ids=sorted(facts.eos_ids),
+            eos_token_ids=sorted(model.facts.eos_ids),
             bos_token_id=description.bos_token_id,
             dtype=description.dtype,
             tp=description.tp,
@@ -74,7 +75,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             num_blocks=engine.num_blocks,
             max_num_seqs=engine.max_num_seqs,
             max_batch_tokens=engine.max_batch_tokens,
-            fingerprint=self._front.fingerprint,
+            fingerprint=model.fingerprint,
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:

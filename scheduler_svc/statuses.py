@@ -21,7 +21,8 @@ from google.rpc.status_pb2 import Status
 
 from scheduler_svc.core.events import FinishReason
 from scheduler_svc.messages import RefusalKind, Refused
-from scheduler_svc.validation import InvalidRequest, Violation, WrongFingerprint
+from scheduler_svc.sampling_fields import Violation
+from scheduler_svc.validation import InvalidRequest, WrongFingerprint
 
 
 def status(code: int, message: str, *details: Message) -> Status:

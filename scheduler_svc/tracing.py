@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from scheduler_svc.front_end import Observer
 from scheduler_svc.messages import EngineState, Stepped
+from scheduler_svc.observer import Observer
 from scheduler_svc.streams import Stream
 
 MAX_STEPS = 32  # spans of one request's steps

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scheduler_svc.front_end import digest_of
+from scheduler_svc.known_model import digest_of
 from worker_svc import fingerprint as module
 from worker_svc.config import WorkerConfig
 from worker_svc.fingerprint import Fingerprint, cpu_isa, model_hash, numerics_part

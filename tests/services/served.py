@@ -11,8 +11,8 @@ import uvloop
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as rpc
 from scheduler_svc.app import SchedulerConfig, SchedulerServer
+from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.engine_process import EngineStart, EngineThread
-from scheduler_svc.loop import EngineConfig
 from scheduler_svc.workers import WorkerGroup
 from tests.services.pseudo import Pseudo, write_tokenizer
 

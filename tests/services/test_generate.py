@@ -37,7 +37,7 @@ def served(tmp_path_factory):
 
 
 def decode(served, token_ids):
-    return served.server._front.tokenizer.decode(token_ids)
+    return served.server._front.model.tokenizer.decode(token_ids)
 
 
 def test_first_event_says_what_the_bits_hold_under(served):

@@ -230,7 +230,7 @@ def test_a_slow_reader_gets_every_token_several_at_a_time(tmp_path, monkeypatch)
     with Served(tmp_path, Pseudo(step_s=0.002)) as served:
         events = served.generate(**LONG)
         assert tokens(events) == greedy([1, 2, 3], 55) and len(events) < 20
-        assert text(events) == served.server._front.tokenizer.decode(tokens(events))
+        assert text(events) == served.server._front.model.tokenizer.decode(tokens(events))
 
 
 def test_a_stalled_reader_is_bounded_then_cancelled_and_its_blocks_are_freed(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from protos import generation_pb2 as pb
-from scheduler_svc import front_end
+from scheduler_svc import front_end, known_model
 from tests.services.pseudo import EOS, Pseudo, ids_of
 from tests.services.served import Served, finish, logprobs, request, text, tokens, usage
 
@@ -103,8 +103,8 @@ def test_a_second_replica_takes_the_stream_over(served, tmp_path):
 def test_resumed_tokens_that_are_forgotten_do_not_pass(served, monkeypatch):
     original = front_end.FrontEnd._build
 
-    def without_text(self, prepared):
-        stream, stops = original(self, prepared)
+    def without_text(self, prepared, model):
+        stream, stops = original(self, prepared, model)
         for choice in stream.choices:
             choice.text.num_tokens = 0
         return stream, stops
@@ -112,12 +112,12 @@ def test_resumed_tokens_that_are_forgotten_do_not_pass(served, monkeypatch):
     monkeypatch.setattr(front_end.FrontEnd, "_build", without_text)
     with pytest.raises(AssertionError):
         test_every_choice_goes_on_from_its_own_place(served)
-    monkeypatch.setattr(front_end, "ChoiceText", lambda *args, **kw: Forgetful(*args, **kw))
+    monkeypatch.setattr(known_model, "ChoiceText", lambda *args, **kw: Forgetful(*args, **kw))
     with pytest.raises(AssertionError):
         test_the_rest_is_the_rest_of_one_run(served, "characters")
 
 
-class Forgetful(front_end.ChoiceText):
+class Forgetful(known_model.ChoiceText):
     """Starts its text anew with the first pushed token."""
 
     def push(self, token_id):

@@ -7,8 +7,9 @@ import pytest
 
 from protos import generation_pb2 as pb
 from protos.step import int32s
-from scheduler_svc import limits, validation
-from scheduler_svc.validation import InvalidRequest, ModelFacts, WrongFingerprint, prepare, prompt_ids, seed_of
+from scheduler_svc import limits, sampling_fields
+from scheduler_svc.sampling_fields import ModelFacts
+from scheduler_svc.validation import InvalidRequest, WrongFingerprint, prepare, prompt_ids, seed_of
 from tests.services.served import request
 
 V, CONTEXT, EOS = 128, 64, 2
@@ -228,17 +229,19 @@ def test_the_seed_of_an_id_is_fixed():
     [
         (
             lambda m: m.setattr(
-                validation._Check, "get", lambda self, name, default: getattr(self.params, name) or default
+                sampling_fields.SamplingFields, "get", lambda self, name, default: getattr(self.params, name) or default
             ),
             test_an_explicit_zero_is_not_an_absent_field,
         ),
         (
-            lambda m: m.setattr(validation._Check, "number", lambda self, name, default, *_, **__: default),
+            lambda m: m.setattr(
+                sampling_fields.SamplingFields, "number", lambda self, name, default, *_, **__: default
+            ),
             test_all_violations_are_told_at_once,
         ),
         (lambda m: m.setattr(limits, "GREEDY_TEMPERATURE", 0.0), test_temperatures_up_to_1e_5_are_greedy),
         (
-            lambda m: m.setattr(validation._Check, "something_survives", lambda *_: None),
+            lambda m: m.setattr(sampling_fields.SamplingFields, "something_survives", lambda *_: None),
             test_a_mask_that_leaves_nothing_is_refused,
         ),
     ],
