@@ -12,7 +12,7 @@ def generate(target: Path) -> None:
     """Compile both .proto files into `target`/protos."""
     import google.rpc
     import grpc_tools
-    from grpc_tools import protoc  # type: ignore[import-untyped]
+    from grpc_tools import protoc
 
     root = Path(__file__).resolve().parent.parent
     includes = [root, Path(grpc_tools.__file__).parent / "_proto", Path(next(iter(google.rpc.__path__))).parent.parent]
