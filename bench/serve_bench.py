@@ -38,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from client.workload import prompt_ids  # noqa: E402
 from protos import generation_pb2 as pb  # noqa: E402
 from protos.generation_pb2_grpc import GenerationStub  # noqa: E402
+from worker_svc.launch import die_with_parent  # noqa: E402
 
 READY_MARK = "lockstep-scheduler: serving"
 SOLO_REQUESTS, SOLO_TOKENS = 16, 48
@@ -198,7 +199,8 @@ class Services:
         )  # fmt: skip
         deadline = time.monotonic() + options.start_timeout
         while READY_MARK not in self.log("scheduler"):
-            if self._worker.poll() is not None or self._scheduler.poll() is not None or time.monotonic() > deadline:
+            ended = self._worker.poll() is not None or self._scheduler.poll() is not None
+            if ended or "did not form" in self.log("worker") or time.monotonic() > deadline:
                 self.stop()
                 raise SystemExit(
                     f"the services did not start:\n{self.log('worker')[-4000:]}\n{self.log('scheduler')[-2000:]}"
@@ -208,7 +210,9 @@ class Services:
 
     def _run(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with (self._logs / f"{name}.log").open("wb") as log:
-            return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+            )
 
     def log(self, name: str) -> str:
         return (self._logs / f"{name}.log").read_text(errors="replace")

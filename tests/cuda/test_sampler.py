@@ -30,7 +30,7 @@ def run(logits: torch.Tensor, rows: list[Row], device: str) -> tuple[list[int], 
     count = torch.tensor([len(rows)], dtype=torch.int32, device=device)
     out = torch.full((2, 2 * len(rows)), -7, dtype=torch.int32, device=device)
     step = torch.ones(1, dtype=torch.int32, device=device)
-    draw(draws, logits.to(device), count, slots, indices, state, out, step, len(rows))
+    draw(draws, logits.to(device), count, slots, indices, state, out, torch.ones_like(step), step, len(rows))
     assert int(step) == 2 and (out[0] == -7).all()
     tokens, bits = out[1, : len(rows)].cpu(), out[1, len(rows) :].cpu()
     return tokens.tolist(), bits.view(torch.float32).tolist(), state[:, 0].cpu()

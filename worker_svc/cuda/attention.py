@@ -21,10 +21,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from worker_svc.cuda.matmul import prefetch_rows
+
 SPLIT = 256
 STEP = 64
 TILE = 64
 LOG2E = 1.4426950408889634
+FEW_BYTES = 20 << 20  # of keys and values of a layer in a step: beyond, memory is busy with them
 
 
 @triton.jit
@@ -168,15 +171,23 @@ def plan_kernel(lengths, rows_ptr, starts, work_row, work_split, count, WINDOW: 
 
 @triton.jit
 def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, token_of, lengths, work_row, work_split,
-                  count, part_acc, part_l, part_m, scale,
+                  count, part_acc, part_l, part_m, scale, next_ptr, next_rows, next_row_bytes,
                   KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
                   SPLIT: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+                  NEXT_ROWS: tl.constexpr, NEXT_BYTES: tl.constexpr, FEW_ITEMS: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items, H]."""
+    """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items, H].
+
+    With at most FEW_ITEMS items most programs have nothing to do: L2 is asked for the weights of the next product.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     items = tl.load(count) * KV_HEADS
+    if NEXT_BYTES:
+        if items <= FEW_ITEMS * KV_HEADS:
+            for i in tl.static_range(NEXT_BYTES // 512):
+                prefetch_rows(next_ptr, next_row_bytes, tl.program_id(0) * NEXT_ROWS, next_rows, i * 512, NEXT_ROWS, 512)
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     unit = _unit_column(TILE, k_ptr.dtype.element_ty)
@@ -377,14 +388,22 @@ def _cache_args(shape: Shape, cache: torch.Tensor) -> TensorDescriptor:
 
 def decode(
     shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work, out: torch.Tensor,
-    max_rows: int, tuning: Tuning, *, dependent: bool = False,
+    max_rows: int, tuning: Tuning, *, dependent: bool = False, then: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is kept."""
+    """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is kept.
+
+    then: weights [N, K] in bf16 of the product that follows; L2 is asked for them while there is little to do.
+    """
     group = shape.heads // shape.kv_heads
-    decode_kernel[(tuning.decode_programs if q.is_cuda else 3,)](
+    programs = tuning.decode_programs if q.is_cuda else 3
+    following = q if then is None else then
+    next_rows = triton.next_power_of_2(triton.cdiv(following.shape[0], programs))
+    decode_kernel[(programs,)](
         q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0), rows.row_slots,
         rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.count, work.acc, work.l, work.m,
-        LOG2E / shape.head_dim**0.5,
+        LOG2E / shape.head_dim**0.5, following, following.shape[0], following.stride(0) * following.element_size(),
+        NEXT_ROWS=next_rows, NEXT_BYTES=0 if then is None else then.shape[1] * 2 // 512 * 512,
+        FEW_ITEMS=FEW_BYTES // (shape.kv_heads * SPLIT * shape.head_dim * 4),
         KV_HEADS=shape.kv_heads, G=group, D=shape.head_dim, PAGE=shape.block_size, WINDOW=shape.window, SPLIT=SPLIT,
         STEP=STEP, TILE=TILE, BLOCK_M=max(16, triton.next_power_of_2(group)), DEPENDENT=dependent,
         **_options(tuning.decode_warps, tuning.decode_stages, dependent),

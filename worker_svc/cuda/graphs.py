@@ -89,7 +89,7 @@ class StepGraphs:
         logits = self._model.logits(chosen, self._group)
         draw(
             self._draws, logits, state.num_samples, state.sample_slots, state.sample_indices, state.state, state.out,
-            state.step, rows, dependent=self._ops.dependent,
+            state.entry, state.step, rows, dependent=self._ops.dependent,
         )  # fmt: skip
         return hidden, logits
 

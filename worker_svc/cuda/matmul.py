@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 GATE_GROUP = 8
+NEXT_BYTES = 16 << 20  # of the next weights asked for: what memory delivers between two products
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,14 @@ def _gate(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr)
 
 
 @triton.jit
-def _prefetch_rows(w_ptr, rows, N, K, COLUMNS: tl.constexpr):
-    line = tl.arange(0, COLUMNS // 64) * 64
-    address = (w_ptr + rows[:, None].to(tl.int64) * K + line[None, :]).to(tl.int64)
-    address = tl.where((rows[:, None] < N) & (line[None, :] < K), address, w_ptr.to(tl.int64))
+def prefetch_rows(pointer, row_bytes, first_row, num_rows, offset, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Ask L2 for BYTES of each of ROWS rows of a table, from byte `offset` of a row on. Nothing waits for it."""
+    row = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
+    address = pointer.to(tl.int64) + row * row_bytes + offset
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [address, tl.full([ROWS], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -75,18 +77,27 @@ def few_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    next_ptr,
+    next_rows,
+    next_k,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     PREFETCH_K: tl.constexpr,
+    NEXT_ROWS: tl.constexpr,
+    NEXT_BYTES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a tile of [BLOCK_M, BLOCK_N]; the row tiles of one column tile are neighbours and share it in L2."""
+    """One program a tile of [BLOCK_M, BLOCK_N]; the row tiles of one column tile are neighbours and share it in L2.
+
+    At its end a program asks L2 for its share of the weights of the next product, so that memory is not idle while
+    small kernels run between them.
+    """
     n0 = tl.program_id(1) * BLOCK_N
     m0 = tl.program_id(0) * BLOCK_M
     if DEPENDENT:
         gdc_launch_dependents()
         if PREFETCH_K:
-            _prefetch_rows(w_ptr, n0 + tl.arange(0, BLOCK_N), N, K, PREFETCH_K)
+            prefetch_rows(w_ptr, K * 2, n0, N, 0, BLOCK_N, PREFETCH_K * 2)
         gdc_wait()
     rows = tl.load(rows_ptr)
     if m0 < rows:
@@ -106,6 +117,9 @@ def few_rows_kernel(
             live = (m[:, None] < rows) & (n[None, :] < N)
         at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
         tl.store(at, out.to(y_ptr.dtype.element_ty), mask=live)
+    if NEXT_BYTES:
+        if m0 == 0:
+            prefetch_rows(next_ptr, next_k * 2, tl.program_id(1) * NEXT_ROWS, next_rows, 0, NEXT_ROWS, NEXT_BYTES)
 
 
 @triton.jit
@@ -167,6 +181,7 @@ def linear(
     bias: torch.Tensor | None = None,
     gated: bool = False,
     dependent: bool = False,
+    then: torch.Tensor | None = None,
 ) -> None:
     """out[:rows] = x[:rows] @ w.T (+ bias [N]), rounded once to out's type.
 
@@ -176,6 +191,7 @@ def linear(
         out: [M, N]; rows past the count are not written by the kernel for few rows, and hold anything otherwise.
         rows: [1] int32 on the device, at most M.
         dependent: launch before the kernel before it has ended (programmatic dependent launch).
+        then: the weights [N', K'] of the next product, in bf16; L2 is asked for their first columns.
     """
     height, k = x.shape
     n = w.shape[0]
@@ -195,10 +211,18 @@ def linear(
             GATED=gated, BIASED=bias is not None, PROGRAMS=programs, DEPENDENT=dependent, **options,
         )  # fmt: skip
         return
-    few_rows_kernel[(triton.cdiv(height, tile.block_m), triton.cdiv(n, tile.block_n))](
+    programs = triton.cdiv(n, tile.block_n)
+    next_rows, next_bytes = 1, 0
+    if then is not None:
+        next_rows = triton.next_power_of_2(triton.cdiv(then.shape[0], programs))
+        next_bytes = min(then.shape[1] * 2, max(128, NEXT_BYTES // then.shape[0] // 256 * 256))
+    following = w if then is None else then
+    few_rows_kernel[(triton.cdiv(height, tile.block_m), programs)](
         x_desc, w_desc, w, out, w if bias is None else bias, rows, n, k, out.stride(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GATED=gated, BIASED=bias is not None, PREFETCH_K=tile.prefetch_k, DEPENDENT=dependent, **options,
+        next_ptr=following, next_rows=following.shape[0], next_k=following.shape[1],
+        GATED=gated, BIASED=bias is not None, PREFETCH_K=tile.prefetch_k,
+        NEXT_ROWS=next_rows, NEXT_BYTES=next_bytes, DEPENDENT=dependent, **options,
     )  # fmt: skip
 
 

@@ -149,8 +149,7 @@ class CudaRunner:
             step_bytes = before - free
             del graphs, warm
             self._free()
-            memory = self._kv_memory_bytes or max(0, free - RESERVE_BYTES)
-            num_blocks = config.num_blocks or blocks_in(memory, spec, shard, self._ops.dtype.itemsize, config.block_size)
+            num_blocks = self._num_blocks(free, shard)
             self._cache = KVCache(
                 spec, num_blocks, config.block_size, dtype=self._ops.dtype, shard=shard, device=self._device
             )
@@ -166,6 +165,18 @@ class CudaRunner:
             config.epoch, warmed - started, time.monotonic() - warmed, step_bytes / 2**30, num_blocks, config.block_size,
         )  # fmt: skip
         return num_blocks
+
+    def _num_blocks(self, free_bytes: int, shard: Shard) -> int:
+        """As many as asked for, if they fit: whoever asks has seen memory without graphs. A few fewer always fit again."""
+        asked = self._config.num_blocks
+
+        def fit(memory_bytes: int) -> int:
+            item = self._ops.dtype.itemsize
+            return blocks_in(max(0, memory_bytes), self._model.spec, shard, item, self._config.block_size)
+
+        if asked and asked <= fit(free_bytes - RESERVE_BYTES // 3):
+            return asked
+        return fit(self._kv_memory_bytes or free_bytes - RESERVE_BYTES)
 
     def _make(self, graphs: StepGraphs) -> None:
         if self._use_graphs:

@@ -75,15 +75,17 @@ def score_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, st
 
 @triton.jit
 def draw_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, state, state_stride,
-                best_score, block_maximum, block_sum, out, out_stride, ring, step_ptr,
+                best_score, block_maximum, block_sum, out, out_stride, entry_ptr, step_ptr,
                 BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                 DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program row: its token to state[slot, 0] and to out[step % ring, row]; its logprob (fp32 bits) to
-    out[step % ring, ROWS + row].
+    """Program row: its token to state[slot, 0] and to out[entry, row]; its logprob (fp32 bits) to out[entry, ROWS + row].
+    Program 0 advances the step counter, which nobody else reads here.
     """
     if DEPENDENT:
         gdc_wait()
     row = tl.program_id(0)
+    if row == 0:
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
     if row < tl.load(count_ptr):
         slot = tl.load(sample_slots + row).to(tl.int64)
         params = state + slot * state_stride
@@ -124,7 +126,7 @@ def draw_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, sta
                 z = tl.load(logits + row.to(tl.int64) * vocabulary + ids, mask=ids < vocabulary, other=float("-inf"))
                 token = tl.min(tl.where(z == maximum, ids, 2147483647))
         tl.store(state + slot * state_stride, tl.maximum(token, 0))
-        to = out + (tl.load(step_ptr) % ring).to(tl.int64) * out_stride
+        to = out + tl.load(entry_ptr).to(tl.int64) * out_stride
         tl.store(to + row, token)
         if report > 0.0:
             logprob = 0.0
@@ -136,13 +138,6 @@ def draw_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, sta
                 logprob = ((z - maximum.to(tl.float64)) / report.to(tl.float64) - total).to(tl.float32)
             tl.store(to + ROWS + row, logprob.to(tl.int32, bitcast=True))
 
-
-@triton.jit
-def advance_kernel(step_ptr, DEPENDENT: tl.constexpr):
-    """The step counter that says which entry of the rings is next."""
-    if DEPENDENT:
-        gdc_wait()
-    tl.store(step_ptr, tl.load(step_ptr) + 1)
 
 
 class Draws:
@@ -158,7 +153,7 @@ class Draws:
 
 def draw(
     draws: Draws, logits: torch.Tensor, count: torch.Tensor, slots: torch.Tensor, indices: torch.Tensor,
-    state: torch.Tensor, out: torch.Tensor, step: torch.Tensor, max_rows: int, *, dependent: bool = False,
+    state: torch.Tensor, out: torch.Tensor, entry: torch.Tensor, step: torch.Tensor, max_rows: int, *, dependent: bool = False,
 ) -> None:  # fmt: skip
     """One token for each of the first `count` rows.
 
@@ -166,7 +161,7 @@ def draw(
         logits: [rows, V] fp32, contiguous.
         slots, indices: [rows] the row's slot and the number of its next output token.
         state: the slot state (step_state.py); column 0 takes the token.
-        out: [entries, 2 * width] int32, device or pinned host memory: entry `step % entries` takes tokens, then the
+        out: [entries, 2 * width] int32, device or pinned host memory: entry `entry` takes tokens, then the
             logprobs' bits from column `width` on (rows that asked for one).
         step: [1] int32, advanced by one.
     """
@@ -187,8 +182,7 @@ def draw(
         *columns, BLOCKS=draws.blocks, BLOCK=BLOCK, DEPENDENT=dependent, num_warps=4, **options
     )
     draw_kernel[(max_rows,)](
-        *columns, out, out.stride(0), out.shape[0], step, BLOCKS=draws.blocks,
+        *columns, out, out.stride(0), entry, step, BLOCKS=draws.blocks,
         BLOCKS_UP=triton.next_power_of_2(draws.blocks), BLOCK=BLOCK, ROWS=out.shape[1] // 2,
         DEPENDENT=dependent, num_warps=4, **options,
     )  # fmt: skip
-    advance_kernel[(1,)](step, DEPENDENT=dependent, num_warps=1, **options)

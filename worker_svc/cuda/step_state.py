@@ -30,8 +30,9 @@ from worker_svc.slots import StepPlan
 
 PARAMETERS = 8
 RING = 8
-HEADER = 8  # tokens, rows, sampling rows, tiles, pairs
-PROGRAMS = 32
+HEADER = 8  # tokens, rows, sampling rows, tiles, pairs, and on the device at ENTRY the entry of the rings
+ENTRY = 7
+PROGRAMS = 64
 # Columns of a message with an entry a row, equally wide, so that one loop copies them.
 ROW_COLUMNS = (
     "row_slots",
@@ -84,7 +85,8 @@ class Sizes:
 
 @triton.jit
 def _copy(source, target, count, BLOCK: tl.constexpr):
-    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+    """By the programs that share a column: every eighth."""
+    for first in range(tl.program_id(0) // 8 * BLOCK, count, tl.num_programs(0) // 8 * BLOCK):
         i = first + tl.arange(0, BLOCK)
         values = tl.load(source + i, mask=i < count, cache_modifier=".cv")
         tl.store(target + i, values, mask=i < count)
@@ -95,25 +97,31 @@ def unpack_kernel(messages, step_ptr, stride, ring, out, state, state_stride,
                   ROW_COLUMNS: tl.constexpr, ROW_WIDTH: tl.constexpr, FIRST_ROW: tl.constexpr,
                   TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TOKEN_IDS: tl.constexpr,
                   TOKEN_SLOTS: tl.constexpr, POSITIONS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-                  HEADER: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                  HEADER: tl.constexpr, ENTRY: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Copy the message of this step to `out`, resolving token ids, and apply its pairs to the slot state.
 
     The pairs touch no slot whose last token is read here: a row introduced in a step knows all of its tokens.
     """
     if DEPENDENT:
         gdc_launch_dependents()
-    message = messages + (tl.load(step_ptr) % ring).to(tl.int64) * stride
+    entry = tl.load(step_ptr) % ring
+    message = messages + entry.to(tl.int64) * stride
     tokens = tl.load(message, cache_modifier=".cv")
     rows = tl.load(message + 1, cache_modifier=".cv")
     tiles = tl.load(message + 3, cache_modifier=".cv")
     pairs = tl.load(message + 4, cache_modifier=".cv")
-    if tl.program_id(0) == 0:
+    # A read over the bus takes microseconds, so columns are read side by side: program p has column p % 8.
+    part = tl.program_id(0) % 8
+    if tl.program_id(0) == ROW_COLUMNS:
         h = tl.arange(0, HEADER)
-        tl.store(out + h, tl.load(message + h, cache_modifier=".cv"))
-    for column in tl.static_range(ROW_COLUMNS):
-        _copy(message + FIRST_ROW + column * ROW_WIDTH, out + FIRST_ROW + column * ROW_WIDTH, rows + 1, BLOCK)
-    _copy(message + TILE_ROWS, out + TILE_ROWS, tiles, BLOCK)
-    _copy(message + TILE_TOKENS, out + TILE_TOKENS, tiles, BLOCK)
+        values = tl.load(message + h, cache_modifier=".cv")
+        tl.store(out + h, tl.where(h == ENTRY, entry, values))
+    if part < ROW_COLUMNS:
+        column = FIRST_ROW + part * ROW_WIDTH
+        _copy(message + column, out + column, rows + 1, BLOCK)
+    else:
+        _copy(message + TILE_ROWS, out + TILE_ROWS, tiles, BLOCK)
+        _copy(message + TILE_TOKENS, out + TILE_TOKENS, tiles, BLOCK)
     for first in range(tl.program_id(0) * BLOCK, tokens, tl.num_programs(0) * BLOCK):
         i = first + tl.arange(0, BLOCK)
         slots = tl.load(message + TOKEN_SLOTS + i, mask=i < tokens, other=0, cache_modifier=".cv")
@@ -135,7 +143,7 @@ class StepState:
 
     Columns are views with stable addresses: `row_slots`, `first_positions`, `query_starts`, `decode_lengths`,
     `sample_tokens`, `sample_slots`, `sample_indices` [rows], `tile_rows`, `tile_tokens` [tiles], `token_ids`,
-    `token_slots`, `positions` [tokens]; counts `num_tokens`, `num_rows`, `num_samples`, `num_tiles` [1].
+    `token_slots`, `positions` [tokens]; counts `num_tokens`, `num_rows`, `num_samples`, `num_tiles` [1], and `entry` [1] of the rings.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device | str) -> None:
@@ -155,6 +163,7 @@ class StepState:
         for name, (offset, size) in self._columns.items():
             setattr(self, name, self._message[offset : offset + size])
         self.num_tokens, self.num_rows, self.num_samples, self.num_tiles = (self._message[i : i + 1] for i in range(4))
+        self.entry = self._message[ENTRY : ENTRY + 1]
 
     row_slots: torch.Tensor
     first_positions: torch.Tensor
@@ -177,7 +186,7 @@ class StepState:
             self._messages, self.step, self._messages.stride(0), RING, self._message, self.state, self.state.stride(0),
             ROW_COLUMNS=len(ROW_COLUMNS), ROW_WIDTH=at["first_positions"] - at["row_slots"], FIRST_ROW=at["row_slots"],
             TILE_ROWS=at["tile_rows"], TILE_TOKENS=at["tile_tokens"], TOKEN_IDS=at["token_ids"],
-            TOKEN_SLOTS=at["token_slots"], POSITIONS=at["positions"], PAIRS=at["pairs"], BLOCK=256, HEADER=HEADER,
+            TOKEN_SLOTS=at["token_slots"], POSITIONS=at["positions"], PAIRS=at["pairs"], BLOCK=256, HEADER=HEADER, ENTRY=ENTRY,
             DEPENDENT=dependent, num_warps=4, **options,
         )  # fmt: skip
 
