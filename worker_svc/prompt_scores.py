@@ -1,6 +1,6 @@
 """Scores of prompt tokens computed in a step, on any device.
 
-Knows which positions of a plan are scored and gathers their columns as `StepResult` has them. Invariant: every rank makes
+Knows which positions of a plan are scored and gathers their columns as `StepResult` has them. Invariant: all ranks make
 the same calls of the model, since they follow from the plan alone; only rank 0 keeps scores.
 
 Legend: T tokens, P prompt positions to score, V vocabulary.
@@ -15,12 +15,12 @@ import torch
 from protos.step import NO_FLOATS, NO_INTS, Float32s, Int32s
 from worker_svc.models import Decoder
 from worker_svc.parallel.group import Group
-from worker_svc.sampling import score
 from worker_svc.slots import StepPlan
+from worker_svc.vocabulary_scores import score_tokens
 
 Column = TypeVar("Column", Int32s, Float32s)
 
-SCORED_AT_ONCE = 64  # prompt positions whose whole logits exist at a time
+SCORED_AT_ONCE = 64  # prompt positions whose logits exist at a time
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class PromptScores:
             for begin in range(first, last, SCORED_AT_ONCE):
                 end = min(begin + SCORED_AT_ONCE, last)
                 at = int(plan.query_starts[r]) + begin - first
-                logits_PV = model.logits(hidden_TD[at : at + end - begin], group)
-                if not bool(logits_PV.amax(-1).isfinite().all()) and row.slot not in self.failed_slots:
+                targets = row.token_ids[begin + 1 : end + 1]
+                hidden_PD = hidden_TD[at : at + end - begin]
+                logprobs, ids, values = score_tokens(model, hidden_PD, targets, row.prompt_logprobs, group)
+                if np.isnan(logprobs).any() and row.slot not in self.failed_slots:
                     self.failed_slots.append(row.slot)
                 if group.rank == 0:
-                    targets = row.token_ids[begin + 1 : end + 1]
-                    logprobs, ids, values = score(logits_PV, targets, row.prompt_logprobs)
-                    self.logprobs.append(logprobs)
-                    self.alternative_ids.append(ids)
-                    self.alternative_logprobs.append(values)
+                    self.logprobs.append(logprobs.astype(np.float32))
+                    self.alternative_ids.append(ids.ravel())
+                    self.alternative_logprobs.append(values.astype(np.float32).ravel())
 
     def columns(self) -> tuple[Float32s, Int32s, Float32s]:
         """(logprobs, alternative ids, alternative logprobs) of all rows, flat."""

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.worker.driver import Driver
+from tests.worker.driver import DrivenRow, Driver
 from tests.worker.mutants import MUTANTS
 from worker_svc.kv_cache import KVCache
 from worker_svc.models import Decoder, load_model
 from worker_svc.parallel.group import Group
+from worker_svc.vocabulary_scores import greedy_tokens, score_tokens
 
 _loaded: dict[Any, Decoder] = {}
 
@@ -78,3 +79,15 @@ def footprint(rank: int, group: Group, folder: str, dtype: str) -> dict[str, int
     elements = sum(int(np.prod(p.shape)) for p in loaded.parameters())
     cache = KVCache(loaded.spec, 10, 16, dtype=loaded.ops.dtype, shard=loaded.shard)
     return {"read": loaded.bytes_read, "elements": elements, "kv": cache.nbytes}
+
+
+def scores(
+    rank: int, group: Group, folder: str, dtype: str, tokens: list[int], targets: list[int], k: int, ties: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Vocabulary-parallel scores of one row a token, and greedy tokens; with `ties` all logits are equal."""
+    loaded = model(rank, group, folder, dtype)
+    row = DrivenRow(list(tokens))
+    hidden = Driver(loaded, group).step([row], [len(tokens)])
+    hidden = torch.zeros_like(hidden) if ties else hidden
+    found = score_tokens(loaded, hidden, np.array(targets, np.int32), k, group)
+    return (*found, greedy_tokens(loaded, hidden, group))

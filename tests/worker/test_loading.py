@@ -1,4 +1,4 @@
-"""Loading is total and loud: what does not fit is refused before anything is computed, by name; a rank reads its share."""
+"""Loading is total and loud: what does not fit is refused by name before anything is computed; ranks read their share."""
 
 import json
 import struct

@@ -105,6 +105,15 @@ class Decoder:
             x, residual = ops.add_rms_norm(update, residual, norm.weight, norm.eps)
         return x
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @torch.inference_mode()
+    def local_logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits of this rank's ids, [R, local], from `vocabulary.first_id`; perhaps none."""
+        return self.vocabulary.local_logits(self.ops, hidden_RD)
+
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor, group: Group) -> Tensor:
         """[R, V] in fp32 (fp64 for fp64 models), on every rank."""
