@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -32,6 +33,20 @@ TEXT = (
     "The sun rose over the quiet harbour, and the boats lay still as if they were painted on the water. Nobody spoke; "
     "even the gulls had found something better to do. In the café 日本の朝 someone laughed, and then it was over. "
 )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the client asks for."""
+
+    streams: int
+    stops: int
+    many: bool
+
+    def request(self, at: int) -> pb.GenerateRequest:
+        stops = [f"never {k} here" for k in range(self.stops)]
+        sampling = pb.SamplingParams(max_tokens=60000, seed=at, stop=stops)
+        return pb.GenerateRequest(request_id=str(at), token_ids=pb.TokenIds(ids=[at % 1000] * 16), sampling=sampling)
 
 
 class Paced:
@@ -109,19 +124,29 @@ def serve(folder: str, interval_s: float, streams: int) -> None:
     raise SystemExit(app.run(config, EngineStart(config.engine, functools.partial(Pickled, folder, interval_s))))
 
 
-async def read(address: str, streams: int, tokens: int, stops: int, seconds: float, counts: Any) -> None:
+async def read(address: str, load: Load, seconds: float, counts: Any) -> None:
     """The client process: counts messages and tokens as they come, and the longest gaps."""
     import grpc
 
     gaps: list[float] = []
 
     async def one(stub: Any, at: int) -> None:
-        await asyncio.sleep(at / streams)
-        sampling = pb.SamplingParams(max_tokens=tokens, seed=at, stop=[f"never {k} here" for k in range(stops)])
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[at % 1000] * 16), sampling=sampling)
+        await asyncio.sleep(at / load.streams)
         last = time.monotonic()
-        async for event in stub.Generate(request):
+        async for event in stub.Generate(load.request(at)):
             counts[0] += len(event.token_ids)
+            counts[1] += 1
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    async def all_at_once(stub: Any) -> None:
+        call = stub.GenerateMany()
+        for at in range(load.streams):
+            await call.write(pb.ClientMessage(request=load.request(at)))
+        last = time.monotonic()
+        async for message in call:
+            counts[0] += sum(len(event.token_ids) for event in message.events)
             counts[1] += 1
             now = time.monotonic()
             gaps.append(now - last)
@@ -129,7 +154,8 @@ async def read(address: str, streams: int, tokens: int, stops: int, seconds: flo
 
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
-        calls = [asyncio.create_task(one(stub, at)) for at in range(streams)]
+        works = [all_at_once(stub)] if load.many else [one(stub, at) for at in range(load.streams)]
+        calls = [asyncio.create_task(work) for work in works]
         await asyncio.sleep(seconds)
         counts[2] = float(np.percentile(gaps, 99)) * 1000
         for call in calls:
@@ -137,11 +163,11 @@ async def read(address: str, streams: int, tokens: int, stops: int, seconds: flo
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-def client(address: str, streams: int, tokens: int, stops: int, seconds: float, counts: Any) -> None:
+def client(address: str, load: Load, seconds: float, counts: Any) -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(read(address, streams, tokens, stops, seconds, counts))
+        runner.run(read(address, load, seconds, counts))
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -155,6 +181,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=50.0, help="tokens a second of each stream")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--stops", type=int, default=2, help="stop strings of each request")
+    parser.add_argument("--many", action="store_true", help="one GenerateMany instead of a Generate each")
     parser.add_argument("--tokenizer", help="a snapshot folder; default: the demo model")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "INTERVAL", "STREAMS"), help=argparse.SUPPRESS)
@@ -194,7 +221,7 @@ def measure(pid: int, address: str, options: argparse.Namespace) -> dict[str, fl
     ramp = 3.0
     reader = context.Process(
         target=client,
-        args=(address, options.streams, 60000, options.stops, options.seconds + 2 * ramp, counts),
+        args=(address, Load(options.streams, options.stops, options.many), options.seconds + 2 * ramp, counts),
     )
     reader.start()
     front = psutil.Process(pid)
