@@ -8,6 +8,9 @@ from bench import chaos
 from bench.traffic import mixed_requests
 
 
+pytestmark = pytest.mark.services
+
+
 def test_a_fault_of_each_quick_kind_loses_nothing(capsys):
     kinds = "worker-kill,engine-kill,worker-link-truncate,client-link-cut,client-disconnect,pool-exhaustion"
     assert chaos.main(["--rounds", "6", "--seed", "3", "--kinds", kinds]) == 0

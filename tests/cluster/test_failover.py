@@ -11,6 +11,8 @@ from protos import generation_pb2 as pb
 from tests.cluster import NOT_SERVING, SERVING, Cluster, Command, health, wait_for_health
 from tests.cluster.poisoned import POISON, make_poisoned
 
+pytestmark = pytest.mark.services
+
 REQUESTS = mixed_requests(11, count=8)
 WITHIN_S = 5.0
 

@@ -5,6 +5,8 @@ import pytest
 from bench.traffic import Crowd, mixed_requests
 from tests.cluster import Cluster
 
+pytestmark = pytest.mark.services
+
 REQUESTS = mixed_requests(21, count=10)
 MODES = {
     "depth 1": dict(pipeline_depth=1),

@@ -18,6 +18,8 @@ from protos import worker_pb2, worker_pb2_grpc
 from protos.worker_link import SECRET_KEY, SECRET_VARIABLE
 from tests.cluster import NOT_SERVING, SERVING, Cluster, Command, health, wait_for_health, wait_until_gone
 
+pytestmark = pytest.mark.services
+
 
 def request(max_tokens, seed=1):
     message = pb.GenerateRequest()

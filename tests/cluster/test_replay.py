@@ -21,6 +21,8 @@ from worker_svc.engine import LocalExecutor
 
 from .scripted import ScriptedRunner, first_step, introduce
 
+pytestmark = pytest.mark.services
+
 HERE = SimpleNamespace(workers=None, model=None, threads=1)
 
 
