@@ -329,6 +329,15 @@ def test_a_resumed_list_that_has_ended_gets_only_its_terminal_event():
     assert bench.told[key, 0].finished[0].stop_token_id == 9
 
 
+def test_a_resumed_stop_before_min_tokens_is_no_stop():
+    bench = Bench()
+    resume = (np.array([9, 1], np.int32),)
+    key = bench.submit(5, max_tokens=6, min_tokens=2, eos_ids=frozenset({9}), resume=resume)
+    bench.run()
+    bench.assert_solo()
+    assert len(bench.output(key)) > 2
+
+
 def test_a_result_out_of_order_is_our_fault():
     bench = Bench(pipeline_depth=2)
     bench.submit(5)

@@ -146,10 +146,10 @@ def histories(examples: int, seed_free: bool) -> None:
 
 def test_ten_thousand_events_break_no_promise():
     Histories.events = 0
-    histories(250, seed_free=False)
+    histories(120, seed_free=False)
     assert Histories.events >= 10_000
 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_fresh_events_break_no_promise():
-    histories(2500, seed_free=True)
+    histories(1500, seed_free=True)
