@@ -69,6 +69,32 @@ def test_explicit_zero_temperature_is_greedy_and_absence_is_one(served):
     assert absent == tokens(spelled) != expected
 
 
+def test_temperatures_of_every_size_end_well(served):
+    """Tiny ones are greedy, none gives a NaN, and a huge one is close to uniform."""
+    expected = greedy([1, 2, 3], 8)
+    for temperature in (1e-3, 1e-4, 1e-5, 1e-6, 1e-12, 1e-38, 1e2, 1e6):
+        events = served.generate(temperature=temperature, seed=1, logprobs=2, max_tokens=8, ignore_eos=True)
+        assert np.isfinite(logprobs(events)).all() and len(tokens(events)) == 8
+        if temperature <= 1e-5:
+            assert tokens(events) == expected
+    wide = served.generate(temperature=1e6, seed=2, n=64, max_tokens=32, ignore_eos=True, timeout=60)
+    counts = np.bincount([token for event in wide for token in event.token_ids], minlength=V)
+    assert ((counts - 2048 / V) ** 2 / (2048 / V)).sum() < V + 5 * (2 * V) ** 0.5
+    assert tokens(served.generate(temperature=0, max_tokens=8, ignore_eos=True)) == expected
+
+
+def test_filters_that_are_off_and_filters_that_leave_one(served):
+    def run(**fields):
+        return tokens(served.generate(seed=3, max_tokens=12, ignore_eos=True, **fields))
+
+    free = run()
+    for off in (dict(top_k=9_999_999), dict(top_k=-1), dict(top_k=0), dict(top_k=V), dict(top_p=1.0), dict(min_p=0.0)):
+        assert run(**off) == free
+    assert run(top_p=0.9999999) == free
+    for one in (dict(top_k=1), dict(min_p=1.0), dict(top_p=1e-9)):
+        assert run(**one) == greedy([1, 2, 3], 12)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 def test_every_seed_is_accepted_and_reproducible(served, seed):
     control = tokens(served.generate(temperature=0, max_tokens=5))

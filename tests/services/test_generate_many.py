@@ -7,7 +7,7 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 
 from protos import generation_pb2 as pb
-from scheduler_svc import readers
+from scheduler_svc import limits, readers
 from tests.services.pseudo import Pseudo, greedy
 from tests.services.served import Served, finish, logprobs, request, text, tokens, usage, wait_until
 
@@ -141,6 +141,27 @@ def test_a_stream_that_breaks_cancels_all_of_it(served):
     served.wait_idle()
     with pytest.raises(grpc.RpcError):
         call.read()
+
+
+def test_a_reader_that_stops_loses_its_requests_and_frees_their_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_UNREAD_BYTES", 100_000)
+    monkeypatch.setattr(readers.Pace.break_off_stalled, "__defaults__", (1.0,))
+    with Served(tmp_path, Pseudo(max_position_embeddings=8192), max_seq_len=8192, num_blocks=2048) as served:
+        call = Many(served)
+        big = dict(max_tokens=4000, ignore_eos=True, logprobs=20, return_logits=True)
+        call.send(*(request(request_id=str(at), **big) for at in range(3)))
+        call.read(1)
+        assert tokens(served.generate(temperature=0, max_tokens=5, ignore_eos=True)) == greedy([1, 2, 3], 5)
+        wait_until(lambda: served.stats().values["requests_running"] == 0, 60)
+        served.wait_idle()
+        try:
+            call.close()
+            events = call.read()
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        else:
+            codes = {event.status.code for rows in events.values() for event in rows if event.HasField("status")}
+            assert codes == {code_pb2.RESOURCE_EXHAUSTED}
 
 
 def test_an_empty_stream_ends(served):

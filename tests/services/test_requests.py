@@ -269,7 +269,7 @@ def test_a_stalled_reader_is_bounded_then_cancelled_and_its_blocks_are_freed(tmp
     ids=["disconnects ignored", "aborts ignored"],
 )
 def test_broken_front_ends_do_not_pass(tmp_path, mutate, test, monkeypatch):
-    with Served(tmp_path, Pseudo(step_s=0.2)) as served:
+    with Served(tmp_path, Pseudo(step_s=0.2), dict(drain_timeout_s=0.1)) as served:
         mutate(monkeypatch)
         monkeypatch.setattr(Served, "wait_idle", lambda self, timeout_s=1.0: wait_until(
             lambda: not self.stats().values["requests_running"] and not self.stats().values["requests_live"], 1.0
