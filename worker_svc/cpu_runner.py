@@ -65,6 +65,7 @@ class CpuRunner:
             -(-config.max_seq_len // config.block_size),
             block_size=config.block_size,
             num_blocks=num_blocks,
+            vocab_size=facts.vocab_size,
         )
         self._samplers: dict[int, SamplerRow] = {}
         return num_blocks

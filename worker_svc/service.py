@@ -23,7 +23,7 @@ import numpy as np
 
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos.step import EpochLost, GroupConfig, StepResult
+from protos.step import Description, EpochLost, GroupConfig, StepResult
 from protos.worker_link import EPOCH_KEY, HOST_KEY, SHARED_FROM_BYTES, LogitsSegment, host_identity
 from worker_svc.engine import LocalExecutor
 from worker_svc.parallel.group import Group
@@ -31,6 +31,8 @@ from worker_svc.parallel.group import Group
 logger = logging.getLogger(__name__)
 
 FORM_TIMEOUT_S = 20.0
+MAX_EPOCH_STEP = 1 << 20  # between epochs that follow each other, so that no caller uses the numbers up
+MAX_CACHE_BYTES = 1 << 40  # beyond which no device's memory goes
 
 
 class Rendezvous(Protocol):
@@ -100,6 +102,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if executor is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is loading its weights")
         config = codec.decode_join(request)
+        if wrong := _out_of_bounds(config, executor.describe()):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
         with self._lock:
             if (request.rank, request.tp) != (self._rank, self._tp):
                 _refuse(
@@ -108,6 +112,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 )
             if config.epoch <= self._last_epoch:
                 _refuse(context, f"epoch {config.epoch} is stale: epoch {self._last_epoch} was joined")
+            if config.epoch > self._last_epoch + MAX_EPOCH_STEP:
+                _refuse(context, f"epoch {config.epoch} is beyond what can follow epoch {self._last_epoch}")
             self._last_epoch = config.epoch
             executor.close()
             joined = self._joined = _Joined(config)
@@ -235,6 +241,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     )
                 )
         yield pb.StepReply(result=codec.encode_result(result))
+
+
+def _out_of_bounds(config: GroupConfig, facts: Description) -> str:
+    """What of a group's sizes no scheduler of ours asks for; "" for nothing."""
+    bounds = {
+        "block_size": (config.block_size, 1, 1024),
+        "max_num_seqs": (config.max_num_seqs, 1, 1 << 16),
+        "max_batch_tokens": (config.max_batch_tokens, 1, 1 << 20),
+        "max_seq_len": (config.max_seq_len, 1, facts.max_position_embeddings),
+        "pipeline_depth": (config.pipeline_depth, 1, 16),
+        "step_timeout_ms": (config.step_timeout_s * 1000, 1, 24 * 3600 * 1000),
+        "num_blocks": (config.num_blocks * config.block_size * facts.kv_bytes_per_token, 0, MAX_CACHE_BYTES),
+    }
+    wrong = [f"{name} is out of bounds" for name, (value, low, high) in bounds.items() if not low <= value <= high]
+    return "; ".join(wrong)
 
 
 def _metadata(context: grpc.ServicerContext, key: str) -> str:

@@ -42,7 +42,7 @@ class SlotTable:
     """Args:
     max_num_seqs: slots are 0 .. max_num_seqs - 1.
     max_blocks_per_row: the longest block table.
-    block_size, num_blocks: when given, block ids and table lengths are checked against them.
+    block_size, num_blocks, vocab_size: when given, table lengths, block ids and token ids are checked against them.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class SlotTable:
         *,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self._block_size = block_size
         self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
         self._live = np.zeros(max_num_seqs, bool)
         self._known = np.zeros(max_num_seqs, np.int32)
         self._computed = np.zeros(max_num_seqs, np.int32)
@@ -131,6 +133,7 @@ class SlotTable:
                 f"of {known} known"
             )
         self._check_blocks(slot, 0, row.block_ids)
+        self._check_tokens(row.token_ids)
         self._live[slot] = True
         self._rows[slot] = row
         self._known[slot], self._computed[slot], self._cached[slot] = known, row.num_computed, row.num_cached
@@ -158,6 +161,7 @@ class SlotTable:
             raise Contradiction("fed columns differ in length")
         if (self._known[slots] != self._computed[slots]).any():
             raise Contradiction("a slot is fed before it has computed what it knows")
+        self._check_tokens(token_ids)
         self._append(slots, token_ids)
 
     def _advance(self, batch: StepBatch) -> StepPlan:
@@ -217,6 +221,12 @@ class SlotTable:
             raise Contradiction(f"{what}: slots {column.tolist()} are not all live")
         if len(np.unique(column)) != len(column):
             raise Contradiction(f"{what}: a slot is listed twice in {column.tolist()}")
+
+    def _check_tokens(self, token_ids: Int32s) -> None:
+        if self._vocab_size is not None and (token_ids.min() < 0 or token_ids.max() >= self._vocab_size):
+            raise Contradiction(
+                f"token ids {token_ids.min()} .. {token_ids.max()} of a vocabulary of {self._vocab_size}"
+            )
 
     def _check_blocks(self, slot: int, have: int, blocks: Int32s) -> None:
         if have + len(blocks) > self._tables.shape[1]:

@@ -77,7 +77,7 @@ class ScriptedRunner:
             kv_dtype="float32",
             device="cpu",
             memory_bytes=1 << 20,
-            kv_bytes_per_token=8,
+            kv_bytes_per_token=64,
             eos_token_ids=(),
             bos_token_id=None,
             fingerprint={"numerics": "scripted"},

@@ -7,7 +7,6 @@ import pytest
 from bench import chaos
 from bench.traffic import mixed_requests
 
-
 pytestmark = pytest.mark.services
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc
 from protos.step import EpochLost, GroupConfig, RowSampling, StepBatch, int32s
 from protos.worker_link import EPOCH_KEY
 from scheduler_svc.remote import RemoteExecutor, _Epoch
@@ -61,7 +61,7 @@ def test_services_and_one_process_draw_the_same(remote, tp, depth):
 def test_the_pool_is_what_fits_on_the_smallest_rank(remote):
     with workers(2) as group:
         roomy = group[0].runner.describe
-        group[0].runner.describe = lambda: replace(roomy(), memory_bytes=16 * 8 * 40)
+        group[0].runner.describe = lambda: replace(roomy(), memory_bytes=16 * 64 * 40)
         assert remote(group).join(CONFIG) == 40
         assert [worker.runner.joined[-1].num_blocks for worker in group] == [40, 40]
 
@@ -197,11 +197,22 @@ def test_a_worker_serves_one_stream_of_the_joined_epoch(remote):
                 with pytest.raises(grpc.RpcError, match=message) as refusal:
                     next(stub.Steps(iter([pb.StepRequest()]), metadata=((EPOCH_KEY, epoch),)))
                 assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            for epoch in (4, 5):
-                with pytest.raises(grpc.RpcError, match="stale"):
-                    stub.Join(pb.JoinRequest(epoch=epoch, rank=0, tp=1))
-            with pytest.raises(grpc.RpcError, match="rank 0 of 1"):
-                stub.Join(pb.JoinRequest(epoch=6, rank=1, tp=2))
+            for epoch, rank, tp, message in (
+                (4, 0, 1, "stale"),
+                (5, 0, 1, "stale"),
+                (6, 1, 2, "rank 0 of 1"),
+                (1 << 60, 0, 1, "beyond what can follow"),
+            ):
+                with pytest.raises(grpc.RpcError, match=message):
+                    stub.Join(codec.encode_join(replace(CONFIG, epoch=epoch), rank, tp, ""))
+            for sizes in (
+                dict(block_size=0),
+                dict(max_num_seqs=1 << 30),
+                dict(max_seq_len=5000),
+                dict(num_blocks=(1 << 32) - 1),
+            ):
+                with pytest.raises(grpc.RpcError, match=f"{next(iter(sizes))} is out of bounds"):
+                    stub.Join(codec.encode_join(replace(CONFIG, epoch=6, **sizes), 0, 1, ""))
         executor.step(first_step(5, introduce(0, [1]))).result(5)  # none of which disturbed it
 
 
