@@ -1,4 +1,4 @@
-"""Loading is total and loud: what does not fit is refused by name before anything is computed; ranks read their share."""
+"""Loading is total and loud: what does not fit is refused by name before any is computed; a rank reads its share."""
 
 import json
 import struct

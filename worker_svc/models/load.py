@@ -51,7 +51,7 @@ def check_snapshot(model_dir: Path | str, tp: int = 1, *, weights: bool = True) 
     spec.check_tp(tp)
     if not weights:
         return CheckedSnapshot(snapshot, family, spec)
-    model = Decoder(family, spec, Shard(0, tp), _NO_OPS)
+    model = Decoder(family, spec, Shard(0, tp), NO_OPS)
     declared = [part for parameter in model.parameters() for part in parameter.slices]
     tied = ("lm_head.weight", "model.embed_tokens.weight") if spec.tied_head else None
     check_inventory(snapshot, declared, tied)
@@ -119,4 +119,4 @@ def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device) -> Ops:
     return CpuOps(dtype, probe(dtype))
 
 
-_NO_OPS: Ops = None  # type: ignore[assignment]  # declaring parameters computes nothing
+NO_OPS: Ops = None  # type: ignore[assignment]  # declaring parameters computes nothing
