@@ -52,6 +52,7 @@ def learn(engine: EngineFacts, tokenizer_folder: Path | None, before: KnownModel
         tokenizer = before.tokenizer
     else:
         tokenizer = _read_tokenizer(folder)
+    encoder = _Encoder(tokenizer, folder, engine.max_seq_len) if tokenizer is not None else None
     own_eos = tokenizer.eos_token_id() if tokenizer is not None else None
     eos_ids = {*description.eos_token_ids, *(() if own_eos is None else (own_eos,))}
     parts = dict(engine.fingerprint)
@@ -61,8 +62,8 @@ def learn(engine: EngineFacts, tokenizer_folder: Path | None, before: KnownModel
         max_seq_len=engine.max_seq_len,
         eos_ids=frozenset(token_id for token_id in eos_ids if token_id < description.vocab_size),
         fingerprint=fingerprint.digest,
-        encode=tokenizer.encode if tokenizer is not None else None,
-        encode_chat=_ChatEncoder(tokenizer, folder) if tokenizer is not None else None,
+        encode=encoder.text if encoder is not None else None,
+        encode_chat=encoder.chat if encoder is not None else None,
     )
     return KnownModel(engine, facts, fingerprint, folder, tokenizer)
 
@@ -85,16 +86,35 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
         return None
 
 
-class _ChatEncoder:
-    """Chat messages to token ids. Raises ValueError with what the template said."""
+class _Encoder:
+    """Text and chat messages to token ids. Raises ValueError with a reason for the caller.
 
-    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+    What cannot fit the context however it is tokenized is refused by its length, since tokenizing megabytes takes
+    seconds. The slack is for normalisers that shorten text.
+    """
+
+    SLACK = 4
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None:
         self._tokenizer = tokenizer
+        self._max_seq_len = max_seq_len
+        self._max_characters = self.SLACK * tokenizer.longest_token() * max_seq_len
         self._template = ChatTemplate.of_snapshot(folder, tokenizer.config, tokenizer.special_tokens)
 
-    def __call__(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+    def text(self, text: str) -> list[int]:
+        self._check_length(text)
+        return self._tokenizer.encode(text)
+
+    def chat(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         try:
             text = self._template.render(messages, add_generation_prompt)
         except ChatError as error:
             raise ValueError(str(error)) from error
+        self._check_length(text)
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_length(self, text: str) -> None:
+        if len(text) > self._max_characters:
+            raise ValueError(
+                f"the prompt has {len(text)} characters, more than fit the context of {self._max_seq_len} tokens"
+            )

@@ -9,7 +9,8 @@
     timeout_ms or the deadline      DEADLINE_EXCEEDED
     NaN in the logits               INTERNAL
 
-Messages are complete by themselves: proxies forward only them.
+Messages are complete by themselves, since proxies forward only them, and short, since a status travels as metadata, of
+which clients take a few kilobytes.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,13 @@ from scheduler_svc.messages import RefusalKind, Refused
 from scheduler_svc.sampling_fields import Violation
 from scheduler_svc.validation import InvalidRequest, WrongFingerprint
 
+MAX_VIOLATIONS = 10
+MAX_MESSAGE_CHARACTERS = 1000
+MAX_DESCRIPTION_CHARACTERS = 300
+
 
 def status(code: int, message: str, *details: Message) -> Status:
-    found = Status(code=code, message=message)
+    found = Status(code=code, message=_short(message, MAX_MESSAGE_CHARACTERS))
     for detail in details:
         found.details.add().Pack(detail)
     return found
@@ -35,8 +40,10 @@ def status(code: int, message: str, *details: Message) -> Status:
 def invalid(violations: Sequence[Violation]) -> Status:
     detail = error_details_pb2.BadRequest(
         field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(field=one.field, description=one.description)
-            for one in violations
+            error_details_pb2.BadRequest.FieldViolation(
+                field=one.field, description=_short(one.description, MAX_DESCRIPTION_CHARACTERS)
+            )
+            for one in violations[:MAX_VIOLATIONS]
         ]
     )
     return status(code_pb2.INVALID_ARGUMENT, "; ".join(map(str, violations)), detail)
@@ -73,6 +80,10 @@ def of_refusal(refused: Refused) -> Status:
 
 def duplicate(message: str) -> Status:
     return status(code_pb2.ALREADY_EXISTS, message)
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 _OF_REASON = {

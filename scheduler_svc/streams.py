@@ -59,11 +59,12 @@ class Choice:
         return _TOKEN_COST + len(piece)
 
     def finish(self, finished: Finished) -> None:
+        # A stop string was completed before whatever else ended the choice, if only the core heard of it later.
+        stopped = self.text.stop is not None
         self.finished = finished
         self.tail = self.text.finish()
-        # A stop string that the core's own end overtook was still completed first.
-        ended_well = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        self.reason = FinishReason.STOP if self.text.stop is not None and ended_well else finished.reason
+        stopped |= self.text.stop is not None and finished.reason is FinishReason.LENGTH
+        self.reason = FinishReason.STOP if stopped else finished.reason
 
     def has_news(self) -> bool:
         return bool(self.token_ids) or (self.finished is not None and not self.told_finish)

@@ -61,6 +61,10 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
+    def longest_token(self) -> int:
+        """Characters of the longest token, which bounds what so many tokens can say."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id, one member of the union that ends a choice."""
         eos = self.special_tokens.get("eos_token")

@@ -207,14 +207,36 @@ def test_messages_above_the_bound_are_refused_with_the_bound(served):
     assert error.code().name == "INVALID_ARGUMENT" and "5000000 tokens, the context is 64" in error.details()
     error = served.refused(request([1] * (limits.MAX_REQUEST_BYTES + 1000), max_tokens=1))
     assert error.code().name == "RESOURCE_EXHAUSTED" and str(limits.MAX_REQUEST_BYTES) in error.details()
+    begun = time.monotonic()
+    error = served.refused(text="x" * 8_000_000, max_tokens=1)
+    assert error.code().name == "INVALID_ARGUMENT" and "8000000 characters" in error.details()
+    assert time.monotonic() - begun < 2  # nobody tokenized it
     assert tokens(served.generate(temperature=0, max_tokens=5)) == control
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        (dict(stop=[""] * 64), "INVALID_ARGUMENT"),
+        (dict(expected_fingerprint="é" * 1_000_000), "FAILED_PRECONDITION"),
+        (dict(request_id="x" * 1_000_000), "INVALID_ARGUMENT"),
+        (dict(chat=[("é" * 100_000, "hi")]), "INVALID_ARGUMENT"),
+    ],
+    ids=["many violations", "fingerprint", "id", "role"],
+)
+def test_long_errors_still_arrive(served, fields, code):
+    """A status travels as metadata; one that is too long would reach the client as something else."""
+    error = served.refused(max_tokens=1, **fields)
+    assert error.code().name == code and 0 < len(error.details()) <= 1000
 
 
 def test_large_answers_stay_below_what_a_default_client_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MAX_EVENT_BYTES", 2000)
     with Served(tmp_path, max_seq_len=512) as served:
         prompt = [at % V for at in range(400)]
-        events = served.generate(prompt=prompt, prompt_logprobs=20, max_tokens=30, logprobs=20, return_logits=True)
+        events = served.generate(
+            prompt=prompt, prompt_logprobs=20, max_tokens=30, logprobs=20, return_logits=True, ignore_eos=True
+        )
         assert max(event.ByteSize() for event in events) < 2 * 2000 + 4 * V + 1000
         assert sum(len(event.prompt_logprobs) for event in events) == 400
         assert len(tokens(events)) == sum(len(event.alternatives) for event in events) == 30
