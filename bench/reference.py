@@ -31,12 +31,22 @@ def weights_of(folder: Path, config: dict[str, Any], device: torch.device) -> We
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 @torch.inference_mode()
-def logits(config: dict[str, Any], weights: Weights, ids: list[list[int]], device: torch.device) -> list[Tensor]:
-    """[len(ids[i]), vocabulary] of each sequence; layers are drawn once and used for all."""
+def logits(
+    config: dict[str, Any], source: Weights, ids: list[list[int]], device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """[len(ids[i]), vocabulary] of each sequence in fp32; layers are drawn once and used for all.
+
+    dtype: of weights and of what layers hand on; sums are in fp32 either way.
+    """
+
+    def weights(name: str, shape: tuple[int, ...]) -> Tensor:
+        return source(name, shape).to(dtype)
+
     c, v = config["hidden_size"], config["vocab_size"]
     heads, kv, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
     d, inner = config.get("head_dim") or c // heads, config["intermediate_size"]
@@ -60,34 +70,50 @@ def logits(config: dict[str, Any], weights: Weights, ids: list[list[int]], devic
             y = norm(x, before, eps)
             q, k, v_ = ((y @ w.T).view(n, -1, d) for w in qkv)
             q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
-            q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), -1) for a, b in (t.chunk(2, -1) for t in (q, k)))
+            q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(dtype) for a, b in (t.chunk(2, -1) for t in (q, k)))
             k, v_ = (t.repeat_interleave(heads // kv, 1).transpose(0, 1) for t in (k, v_))
             scores = q.transpose(0, 1) @ k.transpose(1, 2) * d**-0.5
             hidden = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
-            mixed = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v_).transpose(0, 1).reshape(n, -1)
+            weight = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(dtype)
+            mixed = (weight @ v_).transpose(0, 1).reshape(n, -1)
             x = x + mixed @ out.T
             y = norm(x, after, eps)
             xs[i] = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
     final = weights("model.norm.weight", (c,))
     head = table if config.get("tie_word_embeddings") else weights("lm_head.weight", (v, c))
-    return [norm(x, final, eps) @ head.T for x in xs]
+    return [norm(x, final, eps).float() @ head.float().T for x in xs]
 
 
 def check_greedy(folder: Path, answers: list[tuple[list[int], list[int]]], device: str) -> dict[str, Any]:
-    """How many ids are the reference's, differ where its first two logits are close, and are wrong."""
+    """How many ids are the reference's, differ where its first two logits are close, and are wrong.
+
+    `bf16_wrong` is the same count for a plain bf16 pass in torch: what rounding alone does.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     config = json.loads((folder / "config.json").read_text())
     where = torch.device(device)
-    rows = logits(config, weights_of(folder, config, where), [prompt + out[:-1] for prompt, out in answers], where)
-    counts = {"checked": 0, "equal": 0, "close": 0, "wrong": 0}
-    gaps = []
-    for (prompt, out), row in zip(answers, rows, strict=True):
-        top = row[len(prompt) - 1 :].topk(2, -1)
-        for token, values, ids in zip(out, top.values, top.indices, strict=True):
+    source = weights_of(folder, config, where)
+    ids = [prompt + out[:-1] for prompt, out in answers]
+    exact = [
+        row[len(prompt) - 1 :].cpu()
+        for (prompt, _), row in zip(answers, logits(config, source, ids, where, torch.float32), strict=True)
+    ]
+    rough = [
+        row[len(prompt) - 1 :].argmax(-1).tolist()
+        for (prompt, _), row in zip(answers, logits(config, source, ids, where, torch.bfloat16), strict=True)
+    ]
+    counts = {"checked": 0, "equal": 0, "close": 0, "wrong": 0, "bf16_wrong": 0}
+    gaps, wrong_gaps = [], []
+    for (_, out), row, control in zip(answers, exact, rough, strict=True):
+        top = row.topk(2, -1)
+        for token, bf16_token, values, two in zip(out, control, top.values, top.indices, strict=True):
             gap = float(values[0] - values[1])
-            step = 2.0 ** (torch.frexp(values[0].abs().cpu())[1].item() - 8)  # of a bf16 number of this size
+            step = 2.0 ** (torch.frexp(values[0].abs())[1].item() - 8)  # of a bf16 number of this size
             gaps.append(gap / step)
-            kind = "equal" if token == int(ids[0]) else "close" if gap < 2 * step else "wrong"
+            kind = "equal" if token == int(two[0]) else "close" if gap < 2 * step else "wrong"
+            if kind == "wrong":
+                wrong_gaps.append(round(gap / step, 2))
             counts["checked"] += 1
             counts[kind] += 1
-    return counts | {"median_gap_in_bf16_steps": round(sorted(gaps)[len(gaps) // 2], 2)}
+            counts["bf16_wrong"] += bf16_token != int(two[0]) and gap >= 2 * step
+    return counts | {"median_gap_in_bf16_steps": round(sorted(gaps)[len(gaps) // 2], 2), "wrong_gaps": wrong_gaps}

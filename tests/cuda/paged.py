@@ -3,11 +3,26 @@
 from dataclasses import dataclass
 
 import torch
-from worker_svc.cuda.attention import SPLIT, Shape, Tuning, Work, decode, plan, prefill, tile_tokens
+from worker_svc.cuda.attention import (
+    RECORD,
+    SHARED_COLUMN,
+    SPLIT,
+    SPLITS,
+    Shape,
+    Tuning,
+    Work,
+    decode,
+    decode_shared,
+    plan,
+    prefill,
+    tile_tokens,
+)
+from worker_svc.cuda.step_state import PARAMETERS
 
 
 @dataclass
 class Rows:
+    state: torch.Tensor
     tables: torch.Tensor
     row_slots: torch.Tensor
     query_starts: torch.Tensor
@@ -17,6 +32,9 @@ class Rows:
     tile_rows: torch.Tensor
     tile_tokens: torch.Tensor
     num_tiles: torch.Tensor
+    groups: torch.Tensor
+    shared_items: torch.Tensor
+    num_shared_items: torch.Tensor
 
 
 class Paged:
@@ -35,9 +53,24 @@ class Paged:
         order = torch.randperm(sum(per_row), generator=generator, device=device).int().cpu() + 1
         for r, blocks in enumerate(order.split(per_row)):
             table[r, : len(blocks)] = blocks
-        self.tables = table.to(device)
+        self.state = torch.zeros(len(lengths), PARAMETERS + width, dtype=torch.int32)
+        self.state[:, PARAMETERS:] = table
+        self.state = self.state.to(device)
+        self.tables = self.state[:, PARAMETERS:]
+        self.groups = torch.full((len(lengths), RECORD), -1, dtype=torch.int32, device=device)
+        self.items: list[int] = []
 
-    def run(self, spans: list[tuple[int, int, int]], tuning: Tuning) -> torch.Tensor:
+    def share(self, members: list[int], splits: int) -> None:
+        """Give sequences the leading blocks of the first of them, and have them read together."""
+        blocks = splits * SPLIT // self.shape.block_size
+        self.tables[members, :blocks] = self.tables[members[0], :blocks].clone()
+        self.state[members, SHARED_COLUMN] = splits
+        number = len(self.items)
+        self.groups[number, 0] = splits
+        self.groups[number, 1 : 1 + len(members)] = torch.tensor(members, dtype=torch.int32, device=self.device)
+        self.items += [number * SPLITS + split for split in range(splits)]
+
+    def run(self, spans: list[tuple[int, int, int]], tuning: Tuning, *, shared: bool = False) -> torch.Tensor:
         """Attention of positions first .. first + new of each (sequence, first, new): [sum of new, H, D]."""
 
         def column(values: list[int]) -> torch.Tensor:
@@ -49,15 +82,18 @@ class Paged:
         height = tile_tokens(self.shape, tuning)
         tiles = [(r, t) for r, (_, _, new) in enumerate(spans) if new > 1 for t in range(0, new, height)]
         rows = Rows(
-            self.tables, column([s for s, _, _ in spans]), column(starts), column([first for _, first, _ in spans]),
+            self.state, self.tables, column([s for s, _, _ in spans]), column(starts), column([first for _, first, _ in spans]),
             column([first + 1 if new == 1 else 0 for _, first, new in spans]), column([len(spans)]),
             column([r for r, _ in tiles] or [0]), column([t for _, t in tiles] or [0]), column([len(tiles)]),
+            self.groups, column(self.items or [0]), column([len(self.items)]),
         )  # fmt: skip
         offsets = [sum(self.lengths[:s]) for s in range(len(self.lengths))]
         q = torch.cat([self.q[offsets[s] + first : offsets[s] + first + new] for s, first, new in spans])
         out = torch.full_like(q, float("nan"))
-        work = Work(self.shape, len(spans), max(self.lengths), self.device)
-        plan(self.shape, rows, work, len(spans))
+        work = Work(self.shape, len(self.lengths), max(self.lengths), self.device)
+        plan(self.shape, rows, work, len(spans), shared=shared)
+        if shared:
+            decode_shared(self.shape, q, self.k, self.v, rows, work, tuning)
         decode(self.shape, q, self.k, self.v, rows, work, out, len(spans), tuning)
         prefill(self.shape, q, self.k, self.v, rows, out, len(tiles) + 1, tuning)
         return out

@@ -21,12 +21,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from worker_svc.cuda.matmul import prefetch_rows
+from worker_svc.cuda.matmul import prefetch_rows, prefetch_shape
 
 SPLIT = 256
 STEP = 64
 TILE = 64
 LOG2E = 1.4426950408889634
+SPLITS = 4096  # more than a row can have
+MEMBERS = 16  # rows that read a shared split together
+SHARED_COLUMN = 7  # of the slot state: splits that the slot's group reads
+RECORD = 32  # integers of a group: its number of splits, then its slots, -1 where none
+THEN_BYTES = 32 << 20  # of the weights after attention asked for
 FEW_BYTES = 20 << 20  # of keys and values of a layer in a step: beyond, memory is busy with them
 
 
@@ -141,9 +146,14 @@ def _fold(M, L, ACC, m, l, acc):
 
 
 @triton.jit
-def plan_kernel(lengths, rows_ptr, starts, work_row, work_split, count, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-                ROWS: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """The flat (row, split) list of a step. Program r writes row r's part; lengths 0 take no part."""
+def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts, work_row, work_split, work_item, count,
+                WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+                SHARED: tl.constexpr, SHARED_COLUMN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """The flat list of a step's (row, split) work. Program r writes row r's part; rows of length 0 take no part.
+
+    Partial results of a row lie at starts[row], .., one for each of its splits, also for those that a group reads: they
+    are not in this list when SHARED.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -151,30 +161,39 @@ def plan_kernel(lengths, rows_ptr, starts, work_row, work_split, count, WINDOW: 
     n = tl.load(rows_ptr)
     row = tl.arange(0, ROWS)
     length = tl.load(lengths + row, mask=row < n, other=0)
+    slot = tl.load(slots + row, mask=row < n, other=0)
     if WINDOW:
         skipped = tl.maximum(length - WINDOW, 0) // SPLIT
     else:
         skipped = length * 0
     splits = (length + SPLIT - 1) // SPLIT - skipped
+    shared = length * 0
+    if SHARED:
+        shared = tl.load(state + slot.to(tl.int64) * state_stride + SHARED_COLUMN, mask=(row < n) & (length > 0), other=0)
     start = tl.sum(tl.where(row < r, splits, 0))
-    mine = tl.sum(tl.where(row == r, splits, 0))
-    first = tl.sum(tl.where(row == r, skipped, 0))
+    work = tl.sum(tl.where(row < r, splits - shared, 0))
+    mine = tl.sum(tl.where(row == r, splits - shared, 0))
+    first = tl.sum(tl.where(row == r, skipped + shared, 0))
+    ahead = tl.sum(tl.where(row == r, shared, 0))
     tl.store(starts + r, start)
-    for s0 in range(0, mine, SPLITS):
-        s = s0 + tl.arange(0, SPLITS)
-        tl.store(work_row + start + s, r + tl.zeros_like(s), mask=s < mine)
-        tl.store(work_split + start + s, first + s, mask=s < mine)
+    if r < n:
+        tl.store(slot_rows + tl.load(slots + r), r)
+    for s0 in range(0, mine, CHUNK):
+        s = s0 + tl.arange(0, CHUNK)
+        tl.store(work_row + work + s, r + tl.zeros_like(s), mask=s < mine)
+        tl.store(work_split + work + s, first + s, mask=s < mine)
+        tl.store(work_item + work + s, start + ahead + s, mask=s < mine)
     if r == tl.num_programs(0) - 1:
-        tl.store(starts + r + 1, start + mine)
-        tl.store(count, start + mine)
+        tl.store(starts + r + 1, start + ahead + mine)
+        tl.store(count, work + mine)
 
 
 @triton.jit
 def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, token_of, lengths, work_row, work_split,
-                  count, part_acc, part_l, part_m, scale, next_ptr, next_rows, next_row_bytes,
+                  work_item, count, part_acc, part_l, part_m, scale, next_ptr, next_rows, next_row_bytes,
                   KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
                   SPLIT: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
-                  NEXT_ROWS: tl.constexpr, NEXT_BYTES: tl.constexpr, FEW_ITEMS: tl.constexpr,
+                  NEXT_ROWS: tl.constexpr, NEXT_BYTES: tl.constexpr, LANES: tl.constexpr, FEW_ITEMS: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
     """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items, H].
 
@@ -186,16 +205,17 @@ def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, 
     items = tl.load(count) * KV_HEADS
     if NEXT_BYTES:
         if items <= FEW_ITEMS * KV_HEADS:
-            for i in tl.static_range(NEXT_BYTES // 512):
-                prefetch_rows(next_ptr, next_row_bytes, tl.program_id(0) * NEXT_ROWS, next_rows, i * 512, NEXT_ROWS, 512)
+            first = tl.program_id(0) * NEXT_ROWS
+            prefetch_rows(next_ptr, next_row_bytes, first, next_rows, NEXT_ROWS, NEXT_BYTES, LANES)
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     unit = _unit_column(TILE, k_ptr.dtype.element_ty)
     for w in range(tl.program_id(0), items, tl.num_programs(0)):
-        item = w // KV_HEADS
+        work = w // KV_HEADS
         h = w % KV_HEADS
-        row = tl.load(work_row + item)
-        split = tl.load(work_split + item)
+        row = tl.load(work_row + work)
+        split = tl.load(work_split + work)
+        item = tl.load(work_item + work)
         length = tl.load(lengths + row)
         token = tl.load(token_of + row).to(tl.int64)
         table = tables + tl.load(slots + row).to(tl.int64) * table_stride
@@ -220,6 +240,64 @@ def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, 
         tl.store(part_acc + to[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
         tl.store(part_l + to, tl.sum(l, 1), mask=g < G)
         tl.store(part_m + to, m, mask=g < G)
+
+
+@triton.jit
+def members_kernel(groups, row_slots, slot_rows, token_of, lengths, rows_ptr, starts, member_tokens, member_items,
+                   MEMBERS: tl.constexpr, RECORD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program g: of each member of group g its token in this step, -1 if it does not decode, and its first item."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    g = tl.program_id(0)
+    n = tl.load(rows_ptr)
+    m = tl.arange(0, MEMBERS)
+    slot = tl.load(groups + g * RECORD + 1 + m)
+    # What `slot_rows` says of a slot may be of an earlier step: only a row that has the slot now counts.
+    row = tl.load(slot_rows + tl.maximum(slot, 0))
+    here = (slot >= 0) & (row < n)
+    here = here & (tl.load(row_slots + row, mask=here, other=-1) == slot)
+    here = here & (tl.load(lengths + row, mask=here, other=0) > 0)
+    token = tl.load(token_of + row, mask=here, other=0)
+    tl.store(member_tokens + g * MEMBERS + m, tl.where(here, token, -1))
+    tl.store(member_items + g * MEMBERS + m, tl.load(starts + row, mask=here, other=0))
+
+
+@triton.jit
+def shared_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, member_tokens, member_items,
+                  groups, items, num_items, part_acc, part_l, part_m, scale,
+                  KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+                  STEP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr,
+                  RECORD: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Splits that several rows share, each read once: row m * G + g of a tile is head g of the group's member m."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.load(num_items) * KV_HEADS
+    r = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    unit = _unit_column(TILE, k_ptr.dtype.element_ty)
+    for w in range(tl.program_id(0), total, tl.num_programs(0)):
+        packed = tl.load(items + w // KV_HEADS)
+        h = w % KV_HEADS
+        split = packed % SPLITS
+        number = packed // SPLITS
+        table = tables + tl.load(groups + number * RECORD + 1).to(tl.int64) * table_stride
+        member = number * MEMBERS + tl.minimum(r // G, MEMBERS - 1)
+        token = tl.where(r < MEMBERS * G, tl.load(member_tokens + member), -1)
+        at = tl.maximum(token, 0).to(tl.int64) * KV_HEADS * G + h * G + r % G
+        Q = tl.load(q + at[:, None] * D + d[None, :])  # of some row where there is no member: thrown away
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M, 16], tl.float32)
+        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        for first in range(split * SPLIT, split * SPLIT + SPLIT, STEP):
+            m, l, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, l, acc,
+                                   KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
+        item = tl.load(member_items + member) + split
+        to = item.to(tl.int64) * KV_HEADS * G + h * G + r % G
+        tl.store(part_acc + to[:, None] * D + d[None, :], acc, mask=(token >= 0)[:, None])
+        tl.store(part_l + to, tl.sum(l, 1), mask=token >= 0)
+        tl.store(part_m + to, m, mask=token >= 0)
 
 
 @triton.jit
@@ -335,11 +413,15 @@ class Tuning:
     prefill_block_m: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 2
+    shared_programs: int = 264
+    shared_warps: int = 4
+    shared_stages: int = 2
 
 
 class Rows(Protocol):
     """Device columns of a step that attention reads (int32, see step_state.py)."""
 
+    state: torch.Tensor  # [slots, columns]
     tables: torch.Tensor  # [slots, blocks] a view of the slot state
     row_slots: torch.Tensor
     query_starts: torch.Tensor
@@ -349,6 +431,9 @@ class Rows(Protocol):
     tile_rows: torch.Tensor
     tile_tokens: torch.Tensor
     num_tiles: torch.Tensor  # [1]
+    groups: torch.Tensor  # [groups, RECORD]
+    shared_items: torch.Tensor
+    num_shared_items: torch.Tensor  # [1]
 
 
 class Work:
@@ -361,6 +446,10 @@ class Work:
         self.starts = torch.zeros(max_rows + 1, **integers)
         self.work_row = torch.zeros(items, **integers)
         self.work_split = torch.zeros(items, **integers)
+        self.work_item = torch.zeros(items, **integers)
+        self.slot_rows = torch.zeros(max_rows, **integers)
+        self.member_tokens = torch.zeros(max_rows, MEMBERS, **integers)
+        self.member_items = torch.zeros(max_rows, MEMBERS, **integers)
         self.count = torch.zeros(1, **integers)
         self.acc = torch.empty(items, shape.heads, shape.head_dim, device=device)
         self.l = torch.empty(items, shape.heads, device=device)
@@ -372,13 +461,25 @@ def _options(warps: int, stages: int, dependent: bool) -> dict[str, int | bool]:
     return options | {"launch_pdl": True} if dependent else options
 
 
-def plan(shape: Shape, rows: Rows, work: Work, max_rows: int, *, dependent: bool = False) -> None:
-    """Fill the work list from rows.decode_lengths; once a step. max_rows: of the launch (its bucket)."""
+def plan(
+    shape: Shape, rows: Rows, work: Work, max_rows: int, *, shared: bool = False, dependent: bool = False
+) -> None:
+    """Fill the work list from rows.decode_lengths; once a step. max_rows: of the launch (its bucket).
+
+    shared: leave splits that groups read to `decode_shared`.
+    """
     plan_kernel[(max_rows,)](
-        rows.decode_lengths, rows.num_rows, work.starts, work.work_row, work.work_split, work.count,
-        WINDOW=shape.window, SPLIT=SPLIT, ROWS=triton.next_power_of_2(max_rows), SPLITS=64, DEPENDENT=dependent,
-        **_options(4, 1, dependent),
+        rows.decode_lengths, rows.num_rows, rows.row_slots, rows.state, rows.state.stride(0), work.slot_rows,
+        work.starts, work.work_row, work.work_split, work.work_item, work.count,
+        WINDOW=shape.window, SPLIT=SPLIT, ROWS=triton.next_power_of_2(max_rows), CHUNK=64,
+        SHARED=shared, SHARED_COLUMN=SHARED_COLUMN, DEPENDENT=dependent, **_options(4, 1, dependent),
     )  # fmt: skip
+    if shared:
+        members_kernel[(len(rows.groups),)](
+            rows.groups, rows.row_slots, work.slot_rows, rows.query_starts, rows.decode_lengths, rows.num_rows,
+            work.starts, work.member_tokens, work.member_items,
+            MEMBERS=MEMBERS, RECORD=RECORD, DEPENDENT=dependent, **_options(1, 1, dependent),
+        )  # fmt: skip
 
 
 def _cache_args(shape: Shape, cache: torch.Tensor) -> TensorDescriptor:
@@ -397,12 +498,14 @@ def decode(
     group = shape.heads // shape.kv_heads
     programs = tuning.decode_programs if q.is_cuda else 3
     following = q if then is None else then
-    next_rows = triton.next_power_of_2(triton.cdiv(following.shape[0], programs))
+    next_rows, next_bytes, lanes = 1, 0, 32 * tuning.decode_warps
+    if then is not None and THEN_BYTES:
+        next_rows, next_bytes = prefetch_shape(then.shape[0], then.shape[1] * 2, THEN_BYTES, programs, lanes)
     decode_kernel[(programs,)](
         q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0), rows.row_slots,
-        rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.count, work.acc, work.l, work.m,
+        rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.work_item, work.count, work.acc, work.l, work.m,
         LOG2E / shape.head_dim**0.5, following, following.shape[0], following.stride(0) * following.element_size(),
-        NEXT_ROWS=next_rows, NEXT_BYTES=0 if then is None else then.shape[1] * 2 // 512 * 512,
+        NEXT_ROWS=next_rows, NEXT_BYTES=next_bytes, LANES=lanes,
         FEW_ITEMS=FEW_BYTES // (shape.kv_heads * SPLIT * shape.head_dim * 4),
         KV_HEADS=shape.kv_heads, G=group, D=shape.head_dim, PAGE=shape.block_size, WINDOW=shape.window, SPLIT=SPLIT,
         STEP=STEP, TILE=TILE, BLOCK_M=max(16, triton.next_power_of_2(group)), DEPENDENT=dependent,
@@ -411,6 +514,21 @@ def decode(
     fold_kernel[(max_rows, shape.heads)](
         work.acc, work.l, work.m, work.starts, rows.query_starts, rows.num_rows, out,
         HEADS=shape.heads, D=shape.head_dim, DEPENDENT=dependent, **_options(1, 1, dependent),
+    )  # fmt: skip
+
+
+def decode_shared(
+    shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work, tuning: Tuning, *,
+    dependent: bool = False,
+) -> None:  # fmt: skip
+    """The splits that groups share, before `decode`, which folds them with the rest."""
+    group = shape.heads // shape.kv_heads
+    shared_kernel[(tuning.shared_programs if q.is_cuda else 3,)](
+        q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0),
+        work.member_tokens, work.member_items, rows.groups, rows.shared_items, rows.num_shared_items, work.acc, work.l, work.m, LOG2E / shape.head_dim**0.5,
+        KV_HEADS=shape.kv_heads, G=group, D=shape.head_dim, PAGE=shape.block_size, SPLIT=SPLIT, STEP=STEP, TILE=TILE,
+        BLOCK_M=max(16, triton.next_power_of_2(MEMBERS * group)), MEMBERS=MEMBERS, RECORD=RECORD, SPLITS=SPLITS,
+        DEPENDENT=dependent, **_options(tuning.shared_warps, tuning.shared_stages, dependent),
     )  # fmt: skip
 
 

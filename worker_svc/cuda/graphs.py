@@ -29,6 +29,15 @@ class Extent:
     max_position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """size: rows of a decode bucket, tokens of a mixed one. shared: a decode that reads shared splits once."""
+
+    size: int
+    mixed: bool = False
+    shared: bool = False
+
+
 class Launch(Protocol):
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Start the step of the next message; normed hidden states [T, D] and logits [R, V], valid until the next."""
@@ -75,15 +84,16 @@ class StepGraphs:
         sizes = state.sizes
         self._decode = decode_buckets(sizes.rows)
         self._mixed = mixed_buckets(sizes.rows, sizes.tokens)
-        self._launches: dict[tuple[bool, int], Launch] = {}
+        self._launches: dict[Bucket, Launch] = {}
 
-    def run(self, mixed: bool, bucket: int) -> tuple[Tensor, Tensor]:
+    def run(self, of: Bucket) -> tuple[Tensor, Tensor]:
         """Launch the step that the next message describes; hidden states and logits as in `Launch`."""
         state, sizes = self._state, self._state.sizes
+        mixed, bucket = of.mixed, of.size
         rows = min(bucket, sizes.rows)
         tiles = bucket // attention.tile_tokens(self._shape(), self._ops.tuning) + rows if mixed else 0
         state.unpack()
-        inputs = CudaInputs(state.token_ids[:bucket], self._extent, state, self._work, rows, min(tiles, sizes.tiles))
+        inputs = CudaInputs(state.token_ids[:bucket], self._extent, state, self._work, rows, min(tiles, sizes.tiles), of.shared)
         hidden = self._model.forward(inputs, self._cache, self._group)  # type: ignore[arg-type]
         chosen = self._ops.gather(hidden, state.sample_tokens[:rows], state.num_samples)
         logits = self._model.logits(chosen, self._group)
@@ -93,31 +103,34 @@ class StepGraphs:
         )  # fmt: skip
         return hidden, logits
 
-    def buckets(self) -> list[tuple[bool, int]]:
-        """(mixed, bucket), largest first, so that the pool is laid out once."""
-        both = [(True, bucket) for bucket in self._mixed] + [(False, bucket) for bucket in self._decode]
-        return sorted(both, key=lambda b: -b[1])
+    def buckets(self) -> list[Bucket]:
+        """Largest first, so that the pool is laid out once."""
+        listed = [Bucket(size, mixed=True) for size in self._mixed] + [Bucket(size) for size in self._decode]
+        if not any(self._model.spec.windows):
+            listed += [Bucket(size, shared=True) for size in self._decode if size > 1]
+        return sorted(listed, key=lambda bucket: -bucket.size)
 
     def capture(self) -> None:
         """Capture every bucket. Each must have run once, so that its kernels are loaded."""
         pool = None
-        for mixed, bucket in self.buckets():
+        for bucket in self.buckets():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden, logits = self.run(mixed, bucket)
+                hidden, logits = self.run(bucket)
             pool = graph.pool()
-            self._launches[mixed, bucket] = Replay(graph, hidden, logits)
+            self._launches[bucket] = Replay(graph, hidden, logits)
 
     def launch_kernels(self) -> None:
         """Without graphs: every step launches its kernels one by one. The same bits, slowly."""
-        for mixed, bucket in self.buckets():
-            self._launches[mixed, bucket] = functools.partial(self.run, mixed, bucket)
+        for bucket in self.buckets():
+            self._launches[bucket] = functools.partial(self.run, bucket)
 
-    def of_step(self, num_rows: int, num_tokens: int) -> Launch:
-        """The smallest bucket that holds the step."""
-        if num_rows == num_tokens:
-            return self._launches[False, next(b for b in self._decode if b >= num_rows)]
-        return self._launches[True, next(b for b in self._mixed if b >= num_tokens)]
+    def of_step(self, num_rows: int, num_tokens: int, sharing: bool = False) -> Launch:
+        """The smallest bucket that holds the step. sharing: rows share splits worth reading once."""
+        if num_rows != num_tokens:
+            return self._launches[Bucket(next(b for b in self._mixed if b >= num_tokens), mixed=True)]
+        bucket = Bucket(next(b for b in self._decode if b >= num_rows), shared=sharing)
+        return self._launches.get(bucket) or self._launches[Bucket(bucket.size)]
 
     def _shape(self) -> attention.Shape:
         keys = self._cache.layers[0].keys

@@ -53,14 +53,26 @@ def _gate(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr)
 
 
 @triton.jit
-def prefetch_rows(pointer, row_bytes, first_row, num_rows, offset, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Ask L2 for BYTES of each of ROWS rows of a table, from byte `offset` of a row on. Nothing waits for it."""
-    row = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
-    address = pointer.to(tl.int64) + row * row_bytes + offset
+def prefetch_rows(pointer, row_bytes, first_row, num_rows, ROWS: tl.constexpr, BYTES: tl.constexpr, LANES: tl.constexpr):
+    """Ask L2 for the first BYTES of each of ROWS rows of a table; nothing waits for it.
+
+    Each of the program's LANES threads asks for a piece of its own: a smaller tensor would have threads ask twice.
+    """
+    PIECES: tl.constexpr = LANES // ROWS if ROWS < LANES else 1
+    lane = tl.arange(0, ROWS * PIECES)
+    row = tl.minimum(first_row + lane // PIECES, num_rows - 1).to(tl.int64)
+    address = pointer.to(tl.int64) + row * row_bytes + lane % PIECES * (BYTES // PIECES)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [address, tl.full([ROWS], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        [address, tl.full([ROWS * PIECES], BYTES // PIECES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+def prefetch_shape(rows: int, row_bytes: int, budget: int, programs: int, lanes: int) -> tuple[int, int]:
+    """(rows, bytes of each) for each of `programs` programs to ask for, `budget` bytes in all."""
+    each = triton.next_power_of_2(triton.cdiv(rows, programs))
+    unit = 16 * max(1, lanes // each)
+    return each, min(row_bytes, max(unit, budget // rows)) // unit * unit
 
 
 @triton.jit
@@ -85,6 +97,7 @@ def few_rows_kernel(
     PREFETCH_K: tl.constexpr,
     NEXT_ROWS: tl.constexpr,
     NEXT_BYTES: tl.constexpr,
+    LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program a tile of [BLOCK_M, BLOCK_N]; the row tiles of one column tile are neighbours and share it in L2.
@@ -97,7 +110,7 @@ def few_rows_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         if PREFETCH_K:
-            prefetch_rows(w_ptr, K * 2, n0, N, 0, BLOCK_N, PREFETCH_K * 2)
+            prefetch_rows(w_ptr, K * 2, n0, N, BLOCK_N, PREFETCH_K * 2, LANES)
         gdc_wait()
     rows = tl.load(rows_ptr)
     if m0 < rows:
@@ -119,7 +132,7 @@ def few_rows_kernel(
         tl.store(at, out.to(y_ptr.dtype.element_ty), mask=live)
     if NEXT_BYTES:
         if m0 == 0:
-            prefetch_rows(next_ptr, next_k * 2, tl.program_id(1) * NEXT_ROWS, next_rows, 0, NEXT_ROWS, NEXT_BYTES)
+            prefetch_rows(next_ptr, next_k * 2, tl.program_id(1) * NEXT_ROWS, next_rows, NEXT_ROWS, NEXT_BYTES, LANES)
 
 
 @triton.jit
@@ -213,16 +226,15 @@ def linear(
         return
     programs = triton.cdiv(n, tile.block_n)
     next_rows, next_bytes = 1, 0
-    if then is not None:
-        next_rows = triton.next_power_of_2(triton.cdiv(then.shape[0], programs))
-        next_bytes = min(then.shape[1] * 2, max(128, NEXT_BYTES // then.shape[0] // 256 * 256))
+    if then is not None and NEXT_BYTES:
+        next_rows, next_bytes = prefetch_shape(then.shape[0], then.shape[1] * 2, NEXT_BYTES, programs, 32 * tile.warps)
     following = w if then is None else then
     few_rows_kernel[(triton.cdiv(height, tile.block_m), programs)](
         x_desc, w_desc, w, out, w if bias is None else bias, rows, n, k, out.stride(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         next_ptr=following, next_rows=following.shape[0], next_k=following.shape[1],
         GATED=gated, BIASED=bias is not None, PREFETCH_K=tile.prefetch_k,
-        NEXT_ROWS=next_rows, NEXT_BYTES=next_bytes, DEPENDENT=dependent, **options,
+        NEXT_ROWS=next_rows, NEXT_BYTES=next_bytes, LANES=32 * tile.warps, DEPENDENT=dependent, **options,
     )  # fmt: skip
 
 

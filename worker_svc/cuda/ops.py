@@ -59,6 +59,7 @@ class CudaInputs:
     work: Work
     max_rows: int
     max_tiles: int  # 0: every row has one new token
+    shared: bool = False  # read splits that rows share once
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ class CudaOps:
         step = CudaStep(inputs, cache.block_size, rope)
         layer = cache.layers[0].keys
         shape = Shape(layer.shape[1], layer.shape[1], layer.shape[3], cache.block_size)
-        attention.plan(shape, inputs.state, inputs.work, inputs.max_rows, dependent=self.dependent)
+        attention.plan(
+            shape, inputs.state, inputs.work, inputs.max_rows, shared=inputs.shared, dependent=self.dependent
+        )
         return step
 
     @contextmanager
@@ -193,6 +196,10 @@ class CudaOps:
         form = Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, step.block_size, shape.window)
         out = torch.empty_like(queries)
         self._before = cache.keys.data_ptr()
+        if inputs.shared:
+            attention.decode_shared(
+                form, queries, cache.keys, cache.values, inputs.state, inputs.work, self.tuning, dependent=self.dependent
+            )
         attention.decode(
             form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
             dependent=self.dependent, then=self._followers.get(self._before) if len(out) <= FEW_ROWS else None,

@@ -28,6 +28,7 @@ from worker_svc.cuda import attention
 from worker_svc.cuda.graphs import StepGraphs
 from worker_svc.cuda.ops import CudaOps
 from worker_svc.cuda.sampler import Draws
+from worker_svc.cuda.sharing import Sharing
 from worker_svc.cuda.step_state import RING, Pairs, Sizes, StepState
 from worker_svc.fingerprint import Fingerprint, model_hash, numerics_part
 from worker_svc.kv_cache import KVCache, blocks_in
@@ -132,15 +133,16 @@ class CudaRunner:
         with torch.cuda.stream(self._stream), torch.inference_mode():
             self._model.reserve_positions(config.max_seq_len)
             self._state = StepState(sizes, self._device)
-            self._pairs = Pairs(sizes)
+            self._sharing = Sharing(sizes.rows, sizes.max_items, config.block_size)
+            self._pairs = Pairs(sizes, self._sharing)
             work = attention.Work(shape, sizes.rows, config.max_seq_len, self._device)
             draws = Draws(sizes.rows, spec.vocab_size, self._device)
             warm = KVCache(
                 spec, WARM_BLOCKS, config.block_size, dtype=self._ops.dtype, shard=shard, device=self._device
             )
             graphs = StepGraphs(self._model, warm, group, self._state, work, draws, config.max_seq_len - 1)
-            for mixed, bucket in graphs.buckets():
-                graphs.run(mixed, bucket)  # of an empty message: loads every kernel
+            for bucket in graphs.buckets():
+                graphs.run(bucket)  # of an empty message: loads every kernel
             torch.cuda.synchronize()
             warmed = time.monotonic()
             before, _ = torch.cuda.mem_get_info()
@@ -196,8 +198,10 @@ class CudaRunner:
         plan = self._slots.apply(batch)
         for slot in batch.retired.tolist():
             self._special.pop(slot, None)
+            self._sharing.retire(slot)
         for row in batch.rows:
             self._pairs.introduce(row)
+            self._sharing.introduce(row)
             sampler = SamplerRow(row)
             if not _drawn_on_device(sampler):
                 self._special[row.slot] = sampler
@@ -208,8 +212,10 @@ class CudaRunner:
             return Done(StepResult(batch.epoch, batch.seq, 0))
         while len(self._unresolved) >= RING - 2:
             self._unresolved.popleft().event.synchronize()
+        self._pairs.share()
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            launch = self._graphs.of_step(len(plan.slots), int(plan.query_starts[-1]))
+            tokens = int(plan.query_starts[-1])
+            launch = self._graphs.of_step(len(plan.slots), tokens, self._sharing.worth_it)
             entry = self._state.write(plan, self._pairs, self._tile_tokens)
             hidden_TD, logits_SV = launch()
             pending = self._finish(batch, plan, hidden_TD, logits_SV, entry)

@@ -7,9 +7,9 @@ counter on the device says which entry is next, so that a captured step finds it
 The slot state is one int32 table [slots, PARAMETERS + blocks]; columns:
 
     0 last token    1 temperature bits, 0 greedy    2 report temperature bits, 0: no logprob    3, 4 seed low, high
-    5 choice        6 prompt length                 7 unused                                    8.. block table
+    5 choice        6 prompt length                 7 splits that a group reads (sharing.py)    8.. block table
 
-A message changes it by (flat index, value) pairs, applied before anything of the step is read. Everything else of a step
+Behind the slots, in the same storage, lie the records of groups, the list of their items and its length. A message changes all of it by (flat index, value) pairs, applied before anything of the step is read. Everything else of a step
 that the device needs is derived from the message by `unpack_kernel`: token ids (-1: the slot's last token), positions,
 the slot of each token.
 """
@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from protos.step import Int32s, Row
+from worker_svc.cuda.attention import RECORD, SHARED_COLUMN
+from worker_svc.cuda.sharing import Sharing
 from worker_svc.sampling import SamplerRow
 from worker_svc.slots import StepPlan
 
@@ -64,6 +66,18 @@ class Sizes:
     blocks: int
 
     @property
+    def max_items(self) -> int:
+        """Splits that groups may share."""
+        return max(64, self.rows * 16)
+
+    @property
+    def group_area(self) -> tuple[int, int, int, int]:
+        """(flat offset of group records, of items, of their number, size of the whole storage)."""
+        groups = self.rows * (PARAMETERS + self.blocks)
+        items = groups + self.rows // 2 * RECORD
+        return groups, items, items + self.max_items, items + self.max_items + 1
+
+    @property
     def columns(self) -> dict[str, tuple[int, int]]:
         """(offset, length) of each column of a message, the header first."""
         lengths = {
@@ -74,7 +88,7 @@ class Sizes:
             "token_ids": self.tokens,
             "token_slots": self.tokens,
             "positions": self.tokens,
-            "pairs": 2 * self.rows * (PARAMETERS + self.blocks),
+            "pairs": 2 * self.group_area[3] + 2 * self.rows,
         }
         columns, offset = {}, 0
         for name, length in lengths.items():
@@ -155,7 +169,11 @@ class StepState:
         self._host: NDArray[np.int32] = self._messages.numpy()
         self.out = torch.zeros(RING, 2 * sizes.rows, dtype=torch.int32, pin_memory=pinned)
         self.out_host: NDArray[np.int32] = self.out.numpy()
-        self.state = torch.zeros(sizes.rows, PARAMETERS + sizes.blocks, dtype=torch.int32, device=device)
+        groups, items, number, size = sizes.group_area
+        storage = torch.zeros(size, dtype=torch.int32, device=device)
+        self.state = storage[:groups].view(sizes.rows, PARAMETERS + sizes.blocks)
+        self.groups = storage[groups:items].view(-1, RECORD)
+        self.shared_items, self.num_shared_items = storage[items:number], storage[number:]
         self.tables = self.state[:, PARAMETERS:]
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self._message = torch.zeros(length, dtype=torch.int32, device=device)
@@ -245,7 +263,10 @@ class StepState:
 class Pairs:
     """Changes of the slot state that the next message carries."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, sharing: Sharing) -> None:
+        self._sizes = sizes
+        self._sharing = sharing
+        self._shared: dict[int, int] = {}  # splits that groups read, by slot, as the device knows it
         self._width = PARAMETERS + sizes.blocks
         self._parts: list[Int32s] = []
         self._lengths = np.zeros(sizes.rows, np.int32)  # blocks in each slot's table
@@ -268,6 +289,24 @@ class Pairs:
             self._add(first + np.arange(count), blocks[done : done + count])
             self._lengths[slot] += count
             done += count
+
+    def share(self) -> None:
+        """Tell the device of groups, if they have changed."""
+        if not self._sharing.changed:
+            return
+        self._sharing.changed = False
+        groups, items, number, _ = self._sizes.group_area
+        shared, records, listed = self._sharing.table()
+        for record in records:
+            self._add(groups + int(record[0]) * RECORD + np.arange(RECORD), record[1:])
+        self._add(items + np.arange(len(listed)), listed)
+        self._add(np.array([number]), np.array([len(listed)], np.int32))
+        # A slot introduced in this message has 0 from its introduction, so every value is said again.
+        slots = sorted(self._shared.keys() | shared.keys())
+        self._shared = shared
+        column = np.array([shared.get(slot, 0) for slot in slots], np.int32)
+        self._add(np.array(slots, np.int64) * self._width + SHARED_COLUMN, column)
+        self._again = True
 
     def take(self) -> Int32s:
         """All changes so far, (flat index, value) after (flat index, value), the latest of each index only."""
