@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from protos.step import Description, GroupConfig
+from protos.step import Description, GroupConfig, Row, RowSampling, StepBatch, int32s
 from worker_svc.config import WorkerConfig
 from worker_svc.engine import LocalExecutor
 from worker_svc.fingerprint import Fingerprint, cpu_isa, model_hash, numerics_part
@@ -79,7 +80,29 @@ def _load_runner(config: WorkerConfig) -> Runner:
 
     warm_up()
     memory = config.kv_memory_bytes or cpu_kv_bytes() // config.tp
-    return CpuRunner(model, describe(config, checked, dtype, memory, _cpu_fingerprint(config, checked, dtype)))
+    runner = CpuRunner(model, describe(config, checked, dtype, memory, _cpu_fingerprint(config, checked, dtype)))
+    _run_once(runner, Shard(config.rank, config.tp))
+    return runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo(SingleGroup):
+    """Peers that say what this rank says: enough to run every path of a step before any peer is there."""
+
+    rank: int
+    tp: int
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.expand(self.tp, *x.shape).contiguous()
+
+
+def _run_once(runner: Runner, shard: Shard) -> None:
+    """A prefill and a decode step, so that what is compiled or allocated at first use is so before READY."""
+    runner.join(GroupConfig(epoch=0, num_blocks=2, max_num_seqs=1, max_seq_len=32), _Echo(shard.rank, shard.tp))
+    prompt = np.zeros(17, np.int32)
+    row = Row(0, "warm-up", prompt, len(prompt), 0, int32s(0, 1), seed=0, sampling=RowSampling(logprobs=1, top_p=0.9))
+    runner.launch(StepBatch(0, 0, rows=(row,), slots=int32s(0), num_new=int32s(len(prompt)))).result()
+    runner.launch(StepBatch(0, 1)).result()
 
 
 def describe(

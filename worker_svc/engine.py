@@ -26,6 +26,7 @@ class LocalExecutor:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._epoch: _Epoch | None = None
+        self._joining = Lock()
 
     def describe(self) -> Description:
         epoch = self._epoch
@@ -35,12 +36,21 @@ class LocalExecutor:
     def join(self, config: GroupConfig, group: Group | None = None) -> int:
         """Start an epoch over `group` (None: this process alone) with every slot empty; the number of KV blocks."""
         self.close()
-        if self._epoch is not None and not self._epoch.wait_until_idle(config.step_timeout_s):
-            raise EpochLost(f"epoch {self._epoch.config.epoch} is still in a step and cannot be left")
-        group = group if group is not None else SingleGroup()
-        num_blocks = self._runner.join(config, group)
-        self._epoch = _Epoch(config, self._runner, group)
-        return num_blocks
+        with self._joining:  # callers may overlap: one that waits here for a step to end, and the next one
+            if self._epoch is not None and not self._epoch.wait_until_idle(config.step_timeout_s):
+                raise EpochLost(f"epoch {self._epoch.config.epoch} is still in a step and cannot be left")
+            if self._epoch is not None and self._epoch.config.epoch >= config.epoch:
+                raise EpochLost(f"epoch {self._epoch.config.epoch} was joined before epoch {config.epoch} could be")
+            group = group if group is not None else SingleGroup()
+            num_blocks = self._runner.join(config, group)
+            self._epoch = _Epoch(config, self._runner, group)
+            return num_blocks
+
+    def leave(self, epoch: int) -> None:
+        """End this epoch and no other."""
+        current = self._epoch
+        if current is not None and current.config.epoch == epoch:
+            current.end("left")
 
     def step(self, batch: StepBatch) -> Future[StepResult]:
         if self._epoch is None:

@@ -127,9 +127,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         def form() -> None:
             try:
                 joined.num_blocks = executor.join(config, rendezvous.form())
-                if self._joined is not joined:
-                    executor.close()
-                    joined.error = "a later epoch was joined"
+                if self._joined is not joined:  # ended or overtaken while it formed
+                    executor.leave(config.epoch)
+                    joined.error = f"epoch {config.epoch} was left before it stood"
             except Exception as error:  # peers that do not come, memory that is not there
                 logger.warning("rank %d: epoch %d did not form: %r", self._rank, config.epoch, error)
                 joined.error = f"rank {self._rank}: the group did not form: {error}"
@@ -184,8 +184,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return pb.LeaveReply()
 
     def _end(self, joined: _Joined) -> None:
-        if self._joined is joined:
-            self.close()
+        with self._lock:
+            if self._joined is joined:
+                self._joined = None
+        if self._executor is not None:
+            self._executor.leave(joined.epoch)
 
     def _claim(self, context: grpc.ServicerContext) -> _Joined:
         text = _metadata(context, EPOCH_KEY)

@@ -247,3 +247,27 @@ def test_ranks_of_another_model_or_place_are_refused(remote):
         group[1].runner.describe = lambda: facts
         with pytest.raises(EpochLost, match="started as rank"):
             remote(group[::-1]).join(CONFIG)
+
+
+def test_joins_that_wait_for_a_step_to_end_leave_one_epoch(remote):
+    gate = threading.Event()
+    with workers(1, rank0={"before": lambda batch: batch.epoch == 1 and gate.wait(30)}) as group:
+        executor = remote(group)
+        executor.join(replace(CONFIG, step_timeout_s=0.5))
+        with pytest.raises(EpochLost):
+            executor.step(first_step(1, introduce(0, [1]))).result(5)
+        joins = []
+        with grpc.insecure_channel(group[0].address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            for epoch in (2, 3, 4):
+                config = replace(CONFIG, epoch=epoch, step_timeout_s=5)
+                joins.append(stub.Join.future(codec.encode_join(config, 0, 1, "")))
+                time.sleep(0.1)
+            gate.set()
+            for join in joins:
+                join.exception(10)
+        assert len([join for join in joins if join.exception() is None]) <= 1
+        executor.join(replace(CONFIG, epoch=9))
+        assert run(executor, [9], 3, 9) == expected_tokens(1, 0, [9], 3)
+        assert group[0].engine.describe().epoch == 9
+        wait_until(lambda: {t.name for t in threading.enumerate() if t.name.startswith("launch-")} == {"launch-9"})
