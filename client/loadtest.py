@@ -168,7 +168,8 @@ def _client(health: dict[int, Health], plan: Plan, items: Sequence[Item]) -> dic
         "max_late_send_ms": max((one.late_send_ms for one in health.values()), default=0.0),
         "p99_lag_ms": lags[int(len(lags) * 0.99)] if lags else 0.0,
     }
-    found["bottleneck"] = found["cpu_share"] > BUSY_SHARE or found["p99_lag_ms"] > LATE_MS
+    found["bottleneck"] = found["cpu_share"] > BUSY_SHARE
+    found["starved"] = not found["bottleneck"] and found["p99_lag_ms"] > LATE_MS  # somebody else had its core
     return found
 
 

@@ -209,8 +209,9 @@ function facts() {
 function warnings() {
   const said = Object.entries(DATA.errors).map(([code, count]) => `${count} requests failed with ${code}`);
   if (DATA.client.bottleneck) said.push("The client was the bottleneck: its latencies are too long. Use more client processes.");
+  if (DATA.client.starved) said.push(`The client's machine was busy: timers were ${number(DATA.client.p99_lag_ms, 0)} ms late at p99, which is in every latency.`);
   if (DATA.interrupted) said.push("The run was interrupted; these are the requests that had ended.");
-  return said.length ? el("section", { class: "warn" }, said.join(". ")) : null;
+  return said.length ? el("section", { class: "warn" }, ...said.map((line) => el("div", {}, line))) : null;
 }
 
 function cards() {

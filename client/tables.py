@@ -64,7 +64,12 @@ def notes(document: dict[str, Any]) -> list[str]:
     if client["bottleneck"]:
         said.append(
             f"the client was the bottleneck: {client['cpu_share']:.0%} of a core, timers {client['p99_lag_ms']:.0f} ms "
-            f"late at p99; its latencies are too long. Use --processes {2 * client['processes']} or more cores."
+            f"late at p99; its latencies are too long. Use --processes {2 * client['processes']}."
+        )
+    if client["starved"]:
+        said.append(
+            f"the client's machine was busy: it used {client['cpu_share']:.0%} of a core and its timers were still "
+            f"{client['p99_lag_ms']:.0f} ms late at p99, which is in every latency above. Give it a core of its own."
         )
     if document["request_rate"] not in (None, "inf") and client["max_late_send_ms"] > 20:
         said.append(f"a request was sent {client['max_late_send_ms']:.0f} ms late; see the rows from intended start")

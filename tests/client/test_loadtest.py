@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.drive import Driver
+from client.drive import Driver, Health
 from client.loadtest import LoadTestError, Plan, Result, find_rate, process_count, run
 from client.records import Goal, Record, figures, samples_ms
 from client.report import page
@@ -133,14 +133,16 @@ def test_warmups_are_sent_and_not_counted(server: MockServer) -> None:
     assert len(result.records) == 3 and len(server.sent) == 5
 
 
-def test_a_blocked_client_says_that_it_is_the_bottleneck(server: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = run(items(3, tokens=3), Plan(server.address, concurrency=1))
-    client = {**busy.client, "cpu_share": 0.97, "p99_lag_ms": 45.0, "bottleneck": True}
-    said = notes({**document(busy), "client": client})
-    assert any("bottleneck" in line and "--processes 2" in line for line in said)
-    assert not any(
-        "bottleneck" in line for line in notes({**document(busy), "client": {**client, "bottleneck": False}})
-    )
+@pytest.mark.parametrize(
+    ("cpu_share", "lag_ms", "word"), [(0.97, 3.0, "--processes 2"), (0.05, 45.0, "core of its own"), (0.3, 2.0, "")]
+)
+def test_a_client_that_cannot_keep_up_says_so(cpu_share: float, lag_ms: float, word: str) -> None:
+    from client.loadtest import _client
+
+    record = Record("a", 0.0, 0.0, 1.0, completion_tokens=2, times=[0.5, 1.0], counts=[1, 1])
+    found = _client({0: Health(cpu_share, 0.0, [lag_ms] * 100)}, Plan("x", concurrency=1), items(1))
+    said = " ".join(notes(document(Result([record], figures([record], 1.0, Goal()), found))))
+    assert word in said if word else not said
 
 
 def test_an_unreachable_server_and_a_dead_client_process_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
