@@ -49,7 +49,7 @@ class Deployment:
             pipeline_depth=self.depth,
             sample_at=self.sample_at,
             max_seq_len=max_len,
-            max_num_seqs=48,
+            max_num_seqs=128,
             log_level="warning",
             **flags,
         )
