@@ -6,10 +6,12 @@ lengths of the longtail64 workload against a model of ideal packing. One core, n
 """
 
 import argparse
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protos import codec
 from protos import worker_pb2 as pb
@@ -18,6 +20,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 
+Int64s = NDArray[np.int64]
 BLOCK = 16
 STEADY_STEPS = 1500
 EOS = frozenset({2})
@@ -37,10 +40,10 @@ def make_core(rows: int, max_seq_len: int = 32768, depth: int = 2, **options: in
     )
 
 
-def make_request(key: int, num_prompt: int, max_tokens: int) -> Request:
+def make_request(key: int, num_prompt: int, max_tokens: int, stops: frozenset[int] = EOS) -> Request:
     prompt = np.random.default_rng(key).integers(1000, 40000, num_prompt).astype(np.int32)
-    stops = np.array(sorted(EOS), np.int32)
-    return Request(key, f"r{key}", prompt, RowSampling(temperature=0.6, stop_ids=stops), key, max_tokens, eos_ids=EOS)
+    sampling = RowSampling(temperature=0.6, stop_ids=np.array(sorted(stops), np.int32))
+    return Request(key, f"r{key}", prompt, sampling, key, max_tokens, eos_ids=stops)
 
 
 class Answers:
@@ -62,7 +65,9 @@ class Timing:
     plan_ms: float
     commit_ms: float
     codec_us: float
-    message_bytes: int
+    message_bytes: int  # of a step, without the 12 bytes of each row that needs a block
+    steps_s: float
+    us_a_row: float
 
 
 def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
@@ -109,9 +114,12 @@ def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
         commits.append(committed - started)
         plans.append(planned - committed)
         codecs.append(done - begun)
-        sizes.append(len(data))
+        sizes.append(len(data) - 12 * len(batch.extended_slots))
+    turn = float(np.median(np.add(plans, commits)))
     return Timing(
-        plan_commit_ms=round(float(np.median(np.add(plans, commits))) * 1e3, 4),
+        steps_s=round(1 / (turn + float(np.median(codecs)))),
+        us_a_row=round(turn * 1e6 / rows, 3),
+        plan_commit_ms=round(turn * 1e3, 4),
         plan_ms=round(float(np.median(plans)) * 1e3, 4),
         commit_ms=round(float(np.median(commits)) * 1e3, 4),
         codec_us=round(float(np.median(codecs)) * 1e6, 1),
@@ -119,19 +127,81 @@ def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
     )
 
 
-def longtail(count: int, seed: int = 0) -> np.ndarray:
+def longtail(count: int, seed: int = 0) -> Int64s:
     """Output lengths as the longtail64 workload's: log-normal, median 1500, at most 16384."""
     outputs = np.random.default_rng(seed).lognormal(np.log(1500), 1.0, count)
-    return np.clip(outputs, 16, 16384).astype(int)
+    return np.clip(outputs, 16, 16384).astype(np.int64)
+
+
+@dataclass
+class Packing:
+    requests: int
+    makespan_steps: int
+    ideal_steps: int  # no schedule is shorter: blocks x steps over the pool, rows x steps over the slots, the longest
+    ratio: float
+    last_arrivals_share: float
+    preemptions: int
+    recomputed_tokens: int
+    seconds: float
+
+
+def pack(count: int, slots: int, num_blocks: int, num_prompt: int = 512) -> Packing:
+    """A trace of heavy-tailed requests, all there at once, through the core; how full the pool was kept."""
+    lengths = longtail(count)
+    core = make_core(slots, num_blocks=num_blocks, max_queue=count, depth=1)
+    answers = Answers(core)
+    for key, length in enumerate(lengths.tolist()):
+        core.submit(make_request(key, num_prompt, length, stops=frozenset()), 0.0)
+    steps, started, full_until = 0, time.perf_counter(), 0
+    while (batch := core.plan(float(steps))) is not None:
+        core.commit(answers.answer(batch), float(steps))
+        steps += 1
+        if core._residency.queue.num_sequences:
+            full_until = steps
+    # A row with its prompt computed owns ceil((prompt + t) / BLOCK) blocks in its step t.
+    whole, part = np.divmod(num_prompt + lengths - 1, BLOCK)
+    prompt_blocks = num_prompt // BLOCK
+    areas = BLOCK * (whole * (whole + 1) // 2 - prompt_blocks * (prompt_blocks + 1) // 2) + part * (whole + 1)
+    ideal = max(areas.sum() / num_blocks, lengths.sum() / slots, lengths.max())
+    counters = core.stats().counters
+    assert counters.finished == {"length": count} and not core.has_work
+    return Packing(
+        requests=count,
+        makespan_steps=steps,
+        ideal_steps=int(ideal),
+        ratio=round(float(steps / ideal), 4),
+        last_arrivals_share=round(1 - full_until / steps, 4),
+        preemptions=counters.preemptions,
+        recomputed_tokens=counters.recomputed_tokens,
+        seconds=round(time.perf_counter() - started, 1),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, help="only this many rows (1, 64, 256 and 1024 otherwise)")
+    parser.add_argument("--trace", type=int, default=0, metavar="N", help="also pack a trace of N requests (10000)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    quiet, busy = steady(arguments.rows), steady(arguments.rows, churn=0.01, steps=600)
-    print(quiet, busy)
+    answers = []
+    for rows in [arguments.rows] if arguments.rows else [1, 64, 256, 1024]:
+        answer = {"rows": rows, **asdict(steady(rows)), "churn_1_percent": asdict(steady(rows, churn=0.01, steps=400))}
+        answers.append(answer)
+        if not arguments.json:
+            print(
+                f"{rows:5} rows: plan + commit {answer['plan_commit_ms']:.3f} ms ({answer['us_a_row']:.2f} us a row), "
+                f"codec {answer['codec_us']:.0f} us, {answer['steps_s']:.0f} steps/s, "
+                f"{answer['message_bytes']} bytes a step beside new blocks; "
+                f"1 % churn {answer['churn_1_percent']['plan_commit_ms']:.3f} ms"
+            )
+    result = answers[0] if arguments.rows else {"rows": answers}
+    if arguments.trace:
+        packing = pack(arguments.trace, slots=256, num_blocks=20_000)
+        result["trace"] = asdict(packing)
+        if not arguments.json:
+            print(packing)
+    if arguments.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

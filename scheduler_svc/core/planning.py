@@ -15,12 +15,15 @@ from scheduler_svc.core.rows import DECODE, Bools, Int64s
 from scheduler_svc.core.sampling_state import introduce
 from scheduler_svc.core.sequence import Phase, Sequence
 
+ROWS_A_RETRY = 16
+
 
 class Planner:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._config = residency.config
         self._admission = Admission(residency)
+        self._declined = (-1, -1, -1)  # order of the head that did not fit, num_changes and step of then
         self.blocked = ""  # why the head of the queue waits
 
     def plan(self, epoch: int, now: float) -> StepBatch | None:
@@ -119,12 +122,21 @@ class Planner:
                 self.blocked = "slots"
             elif not budget:
                 self.blocked = "budget"
+            elif self._still_declined(sequence):
+                self.blocked = "blocks"
             else:
                 count = self._try(draft, sequence, budget, now)
                 budget -= count
             if self.blocked:
                 break
         return budget
+
+    def _still_declined(self, sequence: Sequence) -> bool:
+        """While nobody comes or goes the forecast hardly changes; with many rows it costs, and is asked less often."""
+        order, num_changes, seq = self._declined
+        if (order, num_changes) != (sequence.order, self._residency.num_changes):
+            return False
+        return self._residency.next_seq - seq < self._residency.rows.num_live // ROWS_A_RETRY
 
     def _try(self, draft: Draft, sequence: Sequence, budget: int, now: float) -> int:
         """Seat the sequence, or park it behind the row that computes its prefix, or say what it lacks."""
@@ -143,6 +155,7 @@ class Planner:
         count = min(to_compute - num_computed, budget)
         if not self._admission.fits(sequence, found, num_computed, count, budget):
             self.blocked = "blocks"
+            self._declined = sequence.order, self._residency.num_changes, self._residency.next_seq
             return 0
         first = sequence.admitted_at is None
         residency.seat(sequence, found, num_computed, count)

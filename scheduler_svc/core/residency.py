@@ -35,6 +35,7 @@ class Residency:
         self.lengths = LengthHistory()
         self.in_flight: deque[Step] = deque()
         self.next_seq = 0
+        self.num_changes = 0  # of who runs
         self.leaving: list[Sequence] = []  # in order of leaves_after
         self.to_retire: list[int] = []
         self._held: deque[tuple[int, Int32s, int]] = deque()  # step to wait for, blocks of an ended row, its own
@@ -56,6 +57,7 @@ class Residency:
         needed = -(-(num_computed + num_new) // self.config.block_size) - len(found)
         blocks = np.concatenate((adopted, self.pool.allocate(max(0, needed))))
         self.queue.remove(sequence)
+        self.num_changes += 1
         again = max(0, sequence.num_done - num_computed)
         self.counters.recomputed_tokens += again
         self.ledger.waste += again + sequence.expected_waste
@@ -200,6 +202,7 @@ class Residency:
             self.to_retire.append(slot)
 
     def _vacate(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         self.stops.remove(sequence.stop_ids)
         self.ledger.waste -= sequence.expected_waste  # what it came to is counted when it starts again
         sequence.expected_waste = 0
