@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.sampling import reference
-from worker_svc.sampling import compiled, kernels, philox, plain
+from tests.sampling.rows import ids, logits, row
+from worker_svc.sampling import compiled, kernels, philox, plain, sample, score
 
 # kat_vectors of the Random123 distribution, philox4x32 with 10 rounds: counter, key, words.
 KNOWN = [
@@ -95,3 +96,18 @@ def test_the_race_never_loses_the_winner(twin, scale):
 
 def test_the_compiled_loops_are_the_ones_in_use():
     assert kernels.race is compiled.race and kernels.exp_blocks is compiled.exp_blocks
+
+
+def test_warming_up_leaves_nothing_to_compile():
+    """The first step of a service must not wait for a compiler."""
+    kernels.warm_up()
+    loops = (compiled._exp_blocks, compiled._race, compiled._race_ids, compiled._complements)
+    before = [len(loop.signatures) for loop in loops]
+    table = logits(3, 3000)
+    frozen = table.numpy().copy()
+    frozen.flags.writeable = False
+    for given in (table, frozen):
+        sample(given, [row(logprobs=2), row(top_p=0.9, seed=2**64 - 1), row(top_k=5, presence_penalty=0.5)])
+        sample(given, [row(temperature=5.0, min_p=1e-9), row(top_k=2900), row(bad_ids=ids(3), logprobs=0)])
+        score(given, ids(1, 2, 3), 2)
+    assert [len(loop.signatures) for loop in loops] == before
