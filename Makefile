@@ -17,13 +17,18 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
-FAST ?= -m "not slow and not gpu and not services" -p no:cacheprovider --timeout 60
+# The tests that cost little and break first; what starts services or compiles runs in `make test`.
+FAST := tests/protos tests/core/test_scheduler.py tests/core/test_decision_log.py tests/core/test_pressure.py tests/core/test_stories.py \
+    tests/cluster/test_slots.py tests/services/test_validation.py tests/services/test_text.py \
+    tests/services/test_requests.py tests/services/test_resume.py tests/services/test_security.py \
+    tests/services/test_embedded.py tests/sampling/test_noise.py tests/sampling/test_extremes.py \
+    tests/client/test_library.py tests/docs/test_containers.py
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest $(FAST) $(ARGS)
+	$(BIN)/python -m pytest --timeout 60 $(FAST) $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
