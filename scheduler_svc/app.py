@@ -337,9 +337,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config, options = configure(arguments)
     launch.name_process("lockstep-scheduler")
     launch.keep_large_buffers()
-    logs.set_up("lockstep-scheduler", options.log_format, getattr(logging, options.log_level.upper()))
+    level = getattr(logging, options.log_level.upper())
+    logs.set_up("lockstep-scheduler", options.log_format, level)
     gc.freeze()  # what is loaded by now stays; collections need not look at it
-    start = EngineStart(config.engine, config.workers.connect)
+    start = EngineStart(config.engine, config.workers.connect, level, options.log_format)
     raise SystemExit(run(config, start))
 
 

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Protocol
 
+from scheduler_svc import logs
 from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.executor import Executor
 from scheduler_svc.loop import EngineLoop, Inbox
@@ -39,6 +40,7 @@ class EngineStart:
     config: EngineConfig
     make_executor: Callable[[], Executor]
     log_level: int = logging.INFO
+    log_format: str = "text"
 
 
 class Engine(Protocol):
@@ -197,7 +199,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = Connection(int(sys.argv[1]))
     start: EngineStart = pipe.recv()
-    logging.basicConfig(level=start.log_level, format="lockstep-engine: %(levelname)s %(message)s")
+    logs.set_up("lockstep-engine", start.log_format, start.log_level)
     if start.config.sample_at_scheduler:
         launch.keep_large_buffers()
     inbox: Inbox = SimpleQueue()

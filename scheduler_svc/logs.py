@@ -1,7 +1,14 @@
-"""Structured logs: one line an event, request ids and counts, never a prompt and never an answer."""
+"""Structured logs: one line an event, request ids and counts, never a prompt and never an answer.
 
+Whoever reads stderr may stop reading. Lines are therefore written by a thread of their own, from a bounded queue: a
+full pipe costs lines, which are counted, and never holds up the thread that logs.
+"""
+
+import atexit
 import json
 import logging
+import queue
+import threading
 import time
 from typing import Any
 
@@ -9,6 +16,9 @@ from google.rpc import code_pb2
 
 from protos import generation_pb2 as pb
 from scheduler_svc.streams import Stream
+
+MAX_WAITING_LINES = 10_000
+LAST_WORDS_S = 1.0
 
 requests = logging.getLogger("lockstep.requests")
 
@@ -40,11 +50,46 @@ class TextLines(logging.Formatter):
         return " ".join([super().format(record), *(f"{name}={value}" for name, value in fields.items())])
 
 
+class Background(logging.Handler):
+    """Hands records to a thread that formats and writes them with `handler`."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__()
+        self._handler = handler
+        self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING_LINES)
+        self._lost = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._lost += 1
+
+    def finish(self) -> None:
+        """Wait a moment for what is still to be written."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self._waiting.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _write(self) -> None:
+        while True:
+            record = self._waiting.get()
+            lost, self._lost = self._lost, 0
+            if lost:
+                gap = logging.LogRecord(record.name, logging.WARNING, "", 0, "%d lines are missing here", (lost,), None)
+                self._handler.handle(gap)
+            self._handler.handle(record)
+            self._waiting.task_done()
+
+
 def set_up(name: str, style: str, level: int = logging.INFO) -> None:
     """`style` is text or json; lines go to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if style == "json" else TextLines(name))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    background = Background(handler)
+    atexit.register(background.finish)
+    logging.basicConfig(level=level, handlers=[background], force=True)
 
 
 def log_request(stream: Stream, usage: pb.Usage, now: float) -> None:

@@ -2,7 +2,9 @@
 FOLDER STEP_S [flags of lockstep-scheduler]`.
 """
 
+import faulthandler
 import functools
+import signal
 import sys
 
 from scheduler_svc import app, logs
@@ -11,6 +13,7 @@ from tests.services.pseudo import Pseudo
 
 
 def main():
+    faulthandler.register(signal.SIGUSR1)  # stacks on stderr, for whoever wonders what it waits for
     folder, step_s, *flags = sys.argv[1:]
     config, options = app.configure(["--workers", "pseudo:1", *flags])
     logs.set_up("lockstep-scheduler", options.log_format)

@@ -271,6 +271,14 @@ def test_a_frozen_engine_is_noticed_and_replaced(tmp_path):
         assert process.process.wait(15) == app.EXIT_ENGINE
 
 
+def test_logs_that_nobody_reads_hold_nothing_up(tmp_path):
+    """Stderr is a pipe here that is never read: 64 KB of lines fill it."""
+    with Process(tmp_path, 0.0) as process:
+        for at in range(600):
+            message = request([at % 250], max_tokens=1, request_id=f"{at}" + "x" * 200)
+            assert len(list(process.stub.Generate(message, timeout=10))) == 1
+
+
 def test_a_taken_port_is_an_error_that_names_it(tmp_path):
     with Process(tmp_path) as process:
         second = Process(tmp_path, 0.01, listen=process.address)
