@@ -4,6 +4,7 @@ FOLDER STEP_S [flags of lockstep-scheduler]`.
 
 import faulthandler
 import functools
+import logging
 import signal
 import sys
 
@@ -16,7 +17,7 @@ def main():
     faulthandler.register(signal.SIGUSR1)  # stacks on stderr, for whoever wonders what it waits for
     folder, step_s, *flags = sys.argv[1:]
     config, options = app.configure(["--workers", "pseudo:1", *flags])
-    logs.set_up("lockstep-scheduler", options.log_format)
+    logs.set_up("lockstep-scheduler", options.log_format, getattr(logging, options.log_level.upper()))
     make_executor = functools.partial(Pseudo, folder, step_s=float(step_s))
     raise SystemExit(app.run(config, EngineStart(config.engine, make_executor)))
 
