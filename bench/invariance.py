@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.crowd.answers import Answer, describe, differing
 from bench.crowd.deployments import OPERATOR_AXES, Deployment, draw
 from bench.crowd.driving import Arrival, Driver, draw_crowd
+from bench.crowd.embedded import EmbeddedDriver
 from bench.crowd.reproducing import Reproducer, shrink
 from bench.crowd.requests import Limits, RequestSource
 from protos import generation_pb2 as pb
@@ -119,7 +120,7 @@ class Campaign:
 
     def run_crowds(self, deployment: Deployment, seconds: float, tally: Tally, out: Path) -> None:
         with deployment.start(self.model, self.max_len) as cluster:
-            driver = Driver(cluster.address)
+            driver = cluster if isinstance(cluster, EmbeddedDriver) else Driver(cluster.address)
             began = time.monotonic()
             end = began + seconds
             before = tally.positions
@@ -127,7 +128,9 @@ class Campaign:
             while first or time.monotonic() < end:
                 # The first crowd of a deployment is a large one, so that pools fill up.
                 size = 48 if first else self.rng.choice(CROWDS)
-                killer = self._kill_later(cluster, deployment.tp) if deployment.deaths and first else None
+                killer = None
+                if deployment.deaths and first and isinstance(cluster, Cluster):
+                    killer = self._kill_later(cluster, deployment.tp)
                 self._run_crowd(driver, deployment, size, tally, out)
                 if killer is not None:
                     killer.join()
@@ -155,7 +158,9 @@ class Campaign:
         }
         return [axis for axis in moved if evidence.get(axis, 1)]
 
-    def _run_crowd(self, driver: Driver, deployment: Deployment, size: int, tally: Tally, out: Path) -> None:
+    def _run_crowd(
+        self, driver: Driver | EmbeddedDriver, deployment: Deployment, size: int, tally: Tally, out: Path
+    ) -> None:
         arrivals = draw_crowd(self.rng, self._sample(size))
         answers = driver.crowd(arrivals)
         compared = sum(self._expected(name).positions for name in answers)
@@ -178,7 +183,13 @@ class Campaign:
         return self.alone[name.partition("#")[0]]
 
     def _report(
-        self, driver: Driver, deployment: Deployment, arrivals: list[Arrival], name: str, answer: Answer, out: Path
+        self,
+        driver: Driver | EmbeddedDriver,
+        deployment: Deployment,
+        arrivals: list[Arrival],
+        name: str,
+        answer: Answer,
+        out: Path,
     ) -> None:
         what = describe(self._expected(name), answer)
         print(f"DIFFERS {deployment}: request {name}: {what}", flush=True)
@@ -261,7 +272,7 @@ def replay(path: Path, scratch: Path) -> int:
         alone = Driver(cluster.address).alone(request)
     wrong = 0
     with case.deployment.start(model, case.max_len) as cluster:
-        driver = Driver(cluster.address)
+        driver = cluster if isinstance(cluster, EmbeddedDriver) else Driver(cluster.address)
         for _ in range(5):
             answer = driver.crowd(case.arrivals)[case.suspect]
             wrong += differing(alone, answer)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.crowd.embedded import EmbeddedDriver
 from tests.cluster import Cluster
 
 AMPLE_BLOCKS = 4096
@@ -28,31 +29,31 @@ class Deployment:
     depth: int = 1
     sample_at: str = "worker"
     prefix_cache: bool = False
+    place: str = "services"  # or one process
     deaths: bool = False  # a worker is killed in the middle of a crowd
     numerics: str = "invariant"
 
-    def start(self, model_dir: Path, max_len: int) -> Cluster:
+    def start(self, model_dir: Path, max_len: int) -> Cluster | EmbeddedDriver:
         """Not yet entered."""
-        flags: dict[str, Any] = {"no_prefix_cache": True} if not self.prefix_cache else {}
+        shared: dict[str, Any] = {
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "numerics": self.numerics,
+            "max_batch_tokens": self.chunk,
+            "kv_blocks": self.blocks,
+            "block_size": self.block_size,
+            "pipeline_depth": self.depth,
+            "sample_at": self.sample_at,
+            "max_seq_len": max_len,
+            "max_num_seqs": 128,
+        }
+        if self.place == "one process":
+            return EmbeddedDriver({"model": str(model_dir), "prefix_cache": self.prefix_cache} | shared)
+        if not self.prefix_cache:
+            shared["no_prefix_cache"] = True
         if self.blocks < AMPLE_BLOCKS:
-            flags["no_forecast"] = True  # the wish is to see preemptions, not to avoid them
-        return Cluster(
-            model_dir,
-            self.tp,
-            ready_timeout_s=180,
-            dtype=self.dtype,
-            threads=self.threads,
-            numerics=self.numerics,
-            max_batch_tokens=self.chunk,
-            kv_blocks=self.blocks,
-            block_size=self.block_size,
-            pipeline_depth=self.depth,
-            sample_at=self.sample_at,
-            max_seq_len=max_len,
-            max_num_seqs=128,
-            log_level="warning",
-            **flags,
-        )
+            shared["no_forecast"] = True  # the wish is to see preemptions, not to avoid them
+        return Cluster(model_dir, self.tp, ready_timeout_s=180, log_level="warning", **shared)
 
     def __str__(self) -> str:
         plain = asdict(Deployment(self.family, self.dtype))
@@ -61,7 +62,18 @@ class Deployment:
 
 
 # The axes that a deployment draws, beside the value that it has in the plainest one.
-OPERATOR_AXES = ("tp", "threads", "chunk", "blocks", "block_size", "depth", "sample_at", "prefix_cache", "deaths")
+OPERATOR_AXES = (
+    "tp",
+    "threads",
+    "chunk",
+    "blocks",
+    "block_size",
+    "depth",
+    "sample_at",
+    "prefix_cache",
+    "place",
+    "deaths",
+)
 
 
 def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: int, missing: set[str]) -> Deployment:
@@ -69,16 +81,22 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
 
     def value(axis: str, *values: Any) -> Any:
         others = [v for v in values if v != getattr(plain, axis)]
-        return rng.choice(others) if others and (axis in missing or rng.random() < 0.65) else getattr(plain, axis)
+        return (
+            rng.choice(others)
+            if others and (axis in missing or rng.random() < (0.3 if axis == "place" else 0.65))
+            else getattr(plain, axis)
+        )
 
     at = value("sample_at", "scheduler")
     if "depth" in missing and "sample_at" in missing:
         at = "worker"  # sampling at the scheduler has depth 1: one of the two at a time
+    # The first deployment of a run tries what needs services; the one beside it may be one process.
+    place = value("place", "one process") if "deaths" not in missing else plain.place
     block_size = value("block_size", 8, 32)
     fewest = -(-max_len // block_size)
     return replace(
         plain,
-        tp=value("tp", *tps),
+        tp=value("tp", *tps) if place == plain.place else 1,
         threads=value("threads", 2),
         # three rows at a time never fill a pool
         chunk=value("chunk", *((49, 64, 129) if "blocks" in missing else (3, 16, 49, 64, 64, 129))),
@@ -87,5 +105,6 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
         depth=1 if at == "scheduler" else value("depth", 2, 4),
         sample_at=at,
         prefix_cache=value("prefix_cache", True),
-        deaths="deaths" in missing or rng.random() < 0.2,
+        place=place,
+        deaths=place == plain.place and ("deaths" in missing or rng.random() < 0.2),
     )

@@ -42,7 +42,7 @@ def draw_crowd(rng: random.Random, requests: Sequence[pb.GenerateRequest]) -> li
 
 
 class Driver:
-    """Talks to one address."""
+    """Talks to the services at one address."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
