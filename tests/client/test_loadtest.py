@@ -155,12 +155,13 @@ def exits_at_once(*_: object) -> None:
     raise SystemExit(7)
 
 
-def test_spawned_clients_never_hang_after_channels_were_made(server: MockServer) -> None:
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_spawned_clients_never_hang_after_channels_were_made(server: MockServer, rounds: int) -> None:
     from client import Lockstep
 
     with Lockstep(server.address) as client:
         client.info()  # gRPC has its threads in this process now; a forked child would hang
-        for _ in range(3):
+        for _ in range(rounds):
             assert run(items(2, tokens=2), Plan(server.address, concurrency=2, processes=2)).figures["completed"] == 2
 
 
