@@ -38,6 +38,7 @@ from worker_svc import launch
 logger = logging.getLogger(__name__)
 
 READY_MARK = "lockstep-scheduler: serving"  # lockstep-up waits for it
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 EXIT_ENGINE, EXIT_OPTIONS, EXIT_PORT, EXIT_AT_ONCE = 1, 2, 3, 130
 LAST_WORDS_S = 2.0  # for final events on their way out
 
@@ -227,6 +228,7 @@ class SchedulerServer:
                 loop.add_signal_handler(number, self.stop)
         await self._health.set()
         await self._server.start()
+        self._tell_posture()
         logger.info("listening on %s, waiting for %d workers", self._config.listen, len(self._config.workers.addresses))
         await self._ending.wait()
         if not self._exit_code:
@@ -236,6 +238,12 @@ class SchedulerServer:
         for close in self._closing:
             await loop.run_in_executor(None, close)
         return self._exit_code
+
+    def _tell_posture(self) -> None:
+        config = self._config
+        host = config.listen.rpartition(":")[0]
+        if host not in LOOPBACK_HOSTS and not config.tokens and config.tls.authority is None:
+            logger.warning("%s is open to whoever can reach it; see --tokens-file and --tls-client-ca", config.listen)
 
     def _trace(self, metrics: Metrics) -> Observer:
         if self._config.traces is None:

@@ -7,6 +7,7 @@ with default options must be able to read every event, so events stay below that
 MAX_REQUEST_BYTES = 16 << 20  # one message of a client; gRPC itself answers RESOURCE_EXHAUSTED above it
 MAX_EVENT_BYTES = 2 << 20  # one message to a client is closed when it grows past this; 4 MiB is what clients read
 MAX_UNREAD_BYTES = 16 << 20  # output that a reader has not taken; then its request is cancelled
+MAX_UNREAD_REFUSALS = 1000  # of one GenerateMany; then no further request of it is looked at
 STALL_SECONDS = 60.0  # a message that its reader has not taken for so long ends the stream
 
 MAX_CHOICES = 128

@@ -105,6 +105,8 @@ class ManyReader(Reader):
         self.half_closed = False
         self._dirty: dict[int, Stream] = {}
         self._refusals: list[pb.GenerateEvent] = []
+        self._room = asyncio.Event()  # for more refusals
+        self._room.set()
 
     def add(self, stream: Stream) -> None:
         self.live[stream.request.request_id] = stream
@@ -115,7 +117,13 @@ class ManyReader(Reader):
 
     def refuse(self, request_id: str, status: Status) -> None:
         self._refusals.append(pb.GenerateEvent(request_id=request_id, status=status))
+        if len(self._refusals) >= limits.MAX_UNREAD_REFUSALS:
+            self._room.clear()
         self.wake()
+
+    async def has_room(self) -> None:
+        """Wait until the reader has taken its refusals: whoever reads none gets no further."""
+        await self._room.wait()
 
     def close_requests(self) -> None:
         """The client has sent all that it will."""
@@ -145,6 +153,7 @@ class ManyReader(Reader):
 
     def _events(self) -> list[pb.GenerateEvent]:
         events, self._refusals = self._refusals, []
+        self._room.set()
         dirty, self._dirty = self._dirty, {}
         for stream in dirty.values():
             request_id = stream.request.request_id

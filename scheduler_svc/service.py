@@ -92,6 +92,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> None:
         try:
             async for message in requests:
+                await reader.has_room()
                 await self._take_request(message, context, reader)
         finally:
             reader.close_requests()

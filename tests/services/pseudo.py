@@ -17,7 +17,6 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from protos.step import Description, EpochLost, StepResult, int32s, step_digest
-from worker_svc.sampling import SamplerRow, sample, score
 from worker_svc.slots import SlotTable
 
 BOS, EOS, PAD = 256, 257, 258
@@ -160,6 +159,8 @@ class Pseudo:
                 future.set_exception(EpochLost(repr(error)))
 
     def _compute(self, batch):
+        from worker_svc.sampling import SamplerRow, sample  # here: a front-end process that names this class needs none
+
         self.num_steps += 1
         plan = self._table.apply(batch)
         for slot in batch.retired.tolist():
@@ -193,6 +194,8 @@ class Pseudo:
         )
 
     def _scores(self, plan):
+        from worker_svc.sampling import score
+
         found = [[], [], []]
         for at, row in enumerate(plan.rows):
             if row.prompt_logprobs is None:

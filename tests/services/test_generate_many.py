@@ -164,6 +164,20 @@ def test_a_reader_that_stops_loses_its_requests_and_frees_their_blocks(tmp_path,
             assert codes == {code_pb2.RESOURCE_EXHAUSTED}
 
 
+def test_a_flood_of_bad_requests_that_nobody_reads_is_bounded(served, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_UNREAD_REFUSALS", 5)
+    made = []
+    original = readers.ManyReader.refuse
+
+    def refuse(self, request_id, status):
+        original(self, request_id, status)
+        made.append(len(self._refusals))
+
+    monkeypatch.setattr(readers.ManyReader, "refuse", refuse)
+    events = many(served, *(request(request_id=str(at), top_p=0.0) for at in range(300)))
+    assert len(events) == 300 == len(made) and max(made) <= 5
+
+
 def test_an_empty_stream_ends(served):
     assert many(served) == {}
 
