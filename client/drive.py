@@ -59,6 +59,8 @@ class Progress:
     failed: int = 0
     tokens: int = 0
     messages: int = 0
+    waited_s: float = 0.0  # until a first token, summed over those that have it
+    with_token: int = 0
     cpu_share: float = 0.0
 
 
@@ -124,6 +126,8 @@ class Driver:
                 if count:
                     if not times:
                         progress.first += 1
+                        progress.with_token += 1
+                        progress.waited_s += time.monotonic() - start - sent
                     times.append(time.monotonic() - start)
                     counts.append(count)
                     progress.tokens += count

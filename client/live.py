@@ -43,6 +43,8 @@ class Live:
         since, before = self._seen[0]
         rate = (tokens - before) / (now - since) if now > since else 0.0
         said = f"{first - done} running, {sent - first} waiting, {rate:,.0f} tokens/s"
+        if with_token := sum(one.with_token for one in counts):
+            said += f", TTFT {sum(one.waited_s for one in counts) / with_token * 1000:,.0f} ms"
         if failed:
             said += f", {failed} failed"
         if (busiest := max(one.cpu_share for one in counts)) > 0.8:
