@@ -15,6 +15,7 @@ from scheduler_svc.core.sequence import Sequence
 # 400 requests of mean length 97 that may all reach 2048, 64 slots: 0 recomputes 8 % and takes 1300 steps, 0.5 4 % and
 # 1312, 1 1.5 % and 1331; admitting whatever fits now recomputes 17 % and takes 1293.
 RESERVE = 0.5
+MIN_IDLE = 0.05  # share of the pool that must lie idle before anything is started that will not fit to its end
 
 
 class Admission:
@@ -77,6 +78,8 @@ class Admission:
     def _is_worth_it(self, with_it: Outlook, shared: int, sequence: Sequence, num_computed: int, budget: int) -> bool:
         """It will be preempted when the pool is full: it gains tokens until then, and keeps some blocks afterwards."""
         config, target = self._config, sequence.to_compute
+        if self._residency.pool.num_available < MIN_IDLE * config.num_blocks:
+            return False
         spare = config.num_blocks - shared
         fills_at = with_it.fills_at(spare, config.block_size)
         if fills_at is None:

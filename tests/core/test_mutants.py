@@ -28,10 +28,10 @@ from worker_svc.slots import Contradiction
 
 
 def random_histories() -> None:
-    for seed in range(25):
+    for seed in range(16):
         rng = np.random.default_rng(seed)
         bench = random_bench(rng)
-        for _ in range(120):
+        for _ in range(100):
             one_event(bench, rng)
         bench.run(max_steps=5000)
         check_story(bench)
