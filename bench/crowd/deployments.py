@@ -96,7 +96,7 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
     fewest = -(-max_len // block_size)
     return replace(
         plain,
-        tp=value("tp", *tps) if place == plain.place else 1,
+        tp=value("tp", *(tps[:1] if "tp" in missing else tps)) if place == plain.place else 1,
         threads=value("threads", 2),
         # three rows at a time never fill a pool
         chunk=value("chunk", *((49, 64, 129) if "blocks" in missing else (3, 16, 49, 64, 64, 129))),
