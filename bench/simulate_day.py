@@ -3,8 +3,8 @@
 Arrivals follow the sun, from a tenth of the mean rate to about twice it, so that the pool runs full and the queue
 overflows at noon and nothing runs at night. Requests share system prompts, a few ask for several choices, some are
 cancelled, some have deadlines that pass, one row in a hundred thousand holds a NaN, and every six hours the workers
-are lost. The executor answers at once; time is simulated: a step takes 160 ms and 0.2 ms a token. With fewer requests the
-day is shorter and otherwise the same.
+are lost. The executor answers at once; time is simulated: a step takes 160 ms and 0.2 ms a token. With fewer requests
+the day is shorter and otherwise the same.
 
 It fails unless every accepted choice gets exactly one terminal event, nothing is left over, and no block is lost.
 """
