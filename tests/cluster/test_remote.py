@@ -6,14 +6,16 @@ import time
 from dataclasses import replace
 
 import grpc
+import numpy as np
 import pytest
 
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from protos.step import EpochLost, GroupConfig, RowSampling, StepBatch, int32s
-from protos.worker_link import EPOCH_KEY
+from protos.worker_link import EPOCH_KEY, LogitsReader, LogitsSegment
 from scheduler_svc.remote import RemoteExecutor, _Epoch
 from worker_svc.engine import LocalExecutor
+from worker_svc.service import WorkerService
 
 from .scripted import ScriptedRunner, expected_tokens, first_step, introduce, wait_until, workers
 
@@ -271,3 +273,42 @@ def test_joins_that_wait_for_a_step_to_end_leave_one_epoch(remote):
         assert run(executor, [9], 3, 9) == expected_tokens(1, 0, [9], 3)
         assert group[0].engine.describe().epoch == 9
         wait_until(lambda: {t.name for t in threading.enumerate() if t.name.startswith("launch-")} == {"launch-9"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_answer_out_of_order_ends_the_epoch(remote, rank):
+    change = {"change": lambda result: replace(result, seq=5 - result.seq) if result.seq in (2, 3) else result}
+    with workers(2, **{f"rank{rank}": change}) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        futures = [executor.step(first_step(1, introduce(0, [1])))]
+        futures += [executor.step(StepBatch(1, seq)) for seq in (2, 3)]
+        assert futures[0].result(5).token_ids.tolist() == expected_tokens(1, 0, [1], 1)
+        for future in futures[1:]:
+            with pytest.raises(EpochLost, match="where step 2 is due"):
+                future.result(5)
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_epoch(remote, monkeypatch):
+    real = WorkerService._replies
+    monkeypatch.setattr(WorkerService, "_replies", lambda *args: [*real(*args), *real(*args)])
+    with workers(1) as group:
+        executor = remote(group)
+        executor.join(CONFIG)
+        executor.step(first_step(1, introduce(0, [1]))).exception(5)
+        with pytest.raises(EpochLost, match=r"nobody asked for|is due"):
+            executor.step(StepBatch(1, 2)).result(5)
+
+
+def test_shared_memory_of_others_is_never_opened():
+    reader = LogitsReader()
+    for name in ("/etc/passwd", "/proc/self/environ", "/proc/1/fd/../environ", "/proc/1/fd/x", ""):
+        with pytest.raises(ValueError, match="no shared memory of a worker"):
+            reader.read(name, 0, 1)
+    segment = LogitsSegment(4096, 2)
+    offset = segment.write(np.arange(4, dtype=np.float32))
+    assert np.frombuffer(reader.read(segment.name, offset, 16), np.float32).tolist() == [0, 1, 2, 3]
+    for offset, size in ((8192, 1), (0, 8193), (-1, 4)):
+        with pytest.raises(ValueError):
+            reader.read(segment.name, offset, size)
+    segment.close()
