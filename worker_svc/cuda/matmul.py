@@ -23,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 GATE_GROUP = 8
-NEXT_BYTES = 16 << 20  # of the next weights asked for: what memory delivers between two products
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,6 @@ def prefetch_rows(pointer, row_bytes, first_row, num_rows, ROWS: tl.constexpr, B
     )  # fmt: skip
 
 
-def prefetch_shape(rows: int, row_bytes: int, budget: int, programs: int, lanes: int) -> tuple[int, int]:
-    """(rows, bytes of each) for each of `programs` programs to ask for, `budget` bytes in all."""
-    each = triton.next_power_of_2(triton.cdiv(rows, programs))
-    unit = 16 * max(1, lanes // each)
-    return each, min(row_bytes, max(unit, budget // rows)) // unit * unit
-
-
 @triton.jit
 def few_rows_kernel(
     x_desc,
@@ -89,22 +81,13 @@ def few_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    next_ptr,
-    next_rows,
-    next_k,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     PREFETCH_K: tl.constexpr,
-    NEXT_ROWS: tl.constexpr,
-    NEXT_BYTES: tl.constexpr,
     LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a tile of [BLOCK_M, BLOCK_N]; the row tiles of one column tile are neighbours and share it in L2.
-
-    At its end a program asks L2 for its share of the weights of the next product, so that memory is not idle while
-    small kernels run between them.
-    """
+    """One program a tile of [BLOCK_M, BLOCK_N]; the row tiles of one column tile are neighbours and share it in L2."""
     n0 = tl.program_id(1) * BLOCK_N
     m0 = tl.program_id(0) * BLOCK_M
     if DEPENDENT:
@@ -130,9 +113,6 @@ def few_rows_kernel(
             live = (m[:, None] < rows) & (n[None, :] < N)
         at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
         tl.store(at, out.to(y_ptr.dtype.element_ty), mask=live)
-    if NEXT_BYTES:
-        if m0 == 0:
-            prefetch_rows(next_ptr, next_k * 2, tl.program_id(1) * NEXT_ROWS, next_rows, NEXT_ROWS, NEXT_BYTES, LANES)
 
 
 @triton.jit
@@ -194,7 +174,6 @@ def linear(
     bias: torch.Tensor | None = None,
     gated: bool = False,
     dependent: bool = False,
-    then: torch.Tensor | None = None,
 ) -> None:
     """out[:rows] = x[:rows] @ w.T (+ bias [N]), rounded once to out's type.
 
@@ -204,7 +183,6 @@ def linear(
         out: [M, N]; rows past the count are not written by the kernel for few rows, and hold anything otherwise.
         rows: [1] int32 on the device, at most M.
         dependent: launch before the kernel before it has ended (programmatic dependent launch).
-        then: the weights [N', K'] of the next product, in bf16; L2 is asked for their first columns.
     """
     height, k = x.shape
     n = w.shape[0]
@@ -224,17 +202,11 @@ def linear(
             GATED=gated, BIASED=bias is not None, PROGRAMS=programs, DEPENDENT=dependent, **options,
         )  # fmt: skip
         return
-    programs = triton.cdiv(n, tile.block_n)
-    next_rows, next_bytes = 1, 0
-    if then is not None and NEXT_BYTES:
-        next_rows, next_bytes = prefetch_shape(then.shape[0], then.shape[1] * 2, NEXT_BYTES, programs, 32 * tile.warps)
-    following = w if then is None else then
-    few_rows_kernel[(triton.cdiv(height, tile.block_m), programs)](
+    few_rows_kernel[(triton.cdiv(height, tile.block_m), triton.cdiv(n, tile.block_n))](
         x_desc, w_desc, w, out, w if bias is None else bias, rows, n, k, out.stride(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        next_ptr=following, next_rows=following.shape[0], next_k=following.shape[1],
         GATED=gated, BIASED=bias is not None, PREFETCH_K=tile.prefetch_k,
-        NEXT_ROWS=next_rows, NEXT_BYTES=next_bytes, LANES=32 * tile.warps, DEPENDENT=dependent, **options,
+        LANES=32 * tile.warps, DEPENDENT=dependent, **options,
     )  # fmt: skip
 
 

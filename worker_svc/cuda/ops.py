@@ -30,7 +30,6 @@ from worker_svc.ops.leaves import LeafPart, fold
 from worker_svc.parallel.group import Group
 from worker_svc.step_inputs import HostStep
 
-FEW_ROWS = 64  # up to so many rows memory has time for the next product's weights
 ROPE_GROUP, ROPE_WARPS = 8, 4  # heads a program; part of the expression of a q/k norm
 
 
@@ -72,20 +71,18 @@ class CudaStep:
 class CudaOps:
     """Args:
     numerics: `invariant`, or `fast` for cuBLAS products.
-    dependent: launch each kernel before the one before it has ended.
+    dependent: launch the kernels of decodes before the one before has ended. Large steps are slower so: programs that
+        wait hold registers and memory that the running ones could use.
     """
 
     def __init__(self, dtype: torch.dtype, numerics: str = "invariant", *, dependent: bool = True) -> None:
         self.dtype = dtype
         self.numerics = numerics
         self.tuning = Tuning()
-        self.dependent = dependent
+        self.dependent = self._may_depend = dependent
         self._num_tokens: Tensor | None = None
         self._num_samples: Tensor | None = None
         self._device_name = ""
-        # Which weights the product after a product, or after a layer's attention, reads: seen in the first pass.
-        self._before: int | None = None
-        self._followers: dict[int, Tensor] = {}
 
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CudaWeight:
         return CudaWeight(weight_NK, bias_N)
@@ -103,6 +100,7 @@ class CudaOps:
         return Rope(cos_PE.contiguous(), sin_PE.contiguous())
 
     def begin(self, inputs: Any, cache: KVCache, rope: Rope) -> CudaStep:
+        self.dependent = self._may_depend and not inputs.max_tiles
         self._num_tokens = inputs.state.num_tokens
         self._num_samples = inputs.state.num_samples
         self._device_name = torch.cuda.get_device_name(inputs.token_ids_T.device)
@@ -195,14 +193,13 @@ class CudaOps:
         inputs = step.inputs
         form = Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, step.block_size, shape.window)
         out = torch.empty_like(queries)
-        self._before = cache.keys.data_ptr()
         if inputs.shared:
             attention.decode_shared(
                 form, queries, cache.keys, cache.values, inputs.state, inputs.work, self.tuning, dependent=self.dependent
             )
         attention.decode(
-            form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
-            dependent=self.dependent, then=self._followers.get(self._before) if len(out) <= FEW_ROWS else None,
+            form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, self.tuning,
+            dependent=self.dependent,
         )  # fmt: skip
         if inputs.max_tiles:
             attention.prefill(
@@ -238,9 +235,6 @@ class CudaOps:
         return out
 
     def _product(self, x_MK: Tensor, weight: CudaWeight, dtype: torch.dtype, count: Tensor) -> Tensor:
-        if self._before is not None and self.dependent:
-            self._followers[self._before] = weight.weight
-        self._before = weight.weight.data_ptr()
         n, k = weight.weight.shape
         width = n // 2 if weight.gated else n
         if self.numerics == "fast" and not weight.gated and dtype == self.dtype:
@@ -250,6 +244,5 @@ class CudaOps:
         linear(
             x_MK, weight.weight, out, count, tile,
             bias=weight.bias, gated=weight.gated, dependent=self.dependent,
-            then=self._followers.get(self._before) if len(x_MK) <= FEW_ROWS else None,
         )  # fmt: skip
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from worker_svc.layers.parameter import Parameter, Slice
 
 DEVIATION = 0.02
-WIDENING = 1.25  # of the logarithm of a head row's scale
+WIDENING = 0.5  # of the logarithm of a head row's scale
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int, device: torch.device, *, widened: bool = False) -> Tensor:
