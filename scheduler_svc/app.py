@@ -96,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--record", type=Path, metavar="DIR", help="write the step stream for lockstep-replay; it holds token ids")
     add("--record-mib", type=int, default=256, metavar="N", help="what that folder may grow to; old files go first")
+    add(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="every decision of the core, to be replayed; it grows and grows",
+    )
     add("--check-invariants", action="store_true", help="check the core after every step; slow")
     return found
 
@@ -156,6 +162,7 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             step_timeout_s=options.step_timeout,
             recovery_timeout_s=options.recovery_timeout,
             check_invariants=options.check_invariants,
+            decision_log=str(options.decision_log or ""),
         ),
         drain_timeout_s=options.drain_timeout,
         tokenizer=options.tokenizer,

@@ -20,3 +20,4 @@ class EngineConfig:
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 120.0
     check_invariants: bool = False
+    decision_log: str = ""  # a file that is written anew; empty: none

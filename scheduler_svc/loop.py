@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 
 from protos.step import StepResult
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.decision_log import RecordedScheduler
 from scheduler_svc.core.events import FinishReason, StepEvents
 from scheduler_svc.core.request import Draining, Duplicate, NeverFits, Overloaded, Refusal, Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -311,21 +312,23 @@ class EngineLoop:
             self._lose(self._fallen.epoch, self._fallen.reason, now)
 
     def _make_core(self, facts: EngineFacts) -> Scheduler:
-        return Scheduler(
-            CoreConfig(
-                num_blocks=facts.num_blocks,
-                block_size=facts.block_size,
-                max_num_seqs=facts.max_num_seqs,
-                max_batch_tokens=facts.max_batch_tokens,
-                max_seq_len=facts.max_seq_len,
-                max_queue=self._config.max_queue,
-                pipeline_depth=self._config.pipeline_depth,
-                sample_at_scheduler=self._config.sample_at_scheduler,
-                prefix_cache=self._config.prefix_cache,
-                forecast=self._config.forecast,
-                epoch=facts.epoch,
-            )
+        config = CoreConfig(
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            max_num_seqs=facts.max_num_seqs,
+            max_batch_tokens=facts.max_batch_tokens,
+            max_seq_len=facts.max_seq_len,
+            max_queue=self._config.max_queue,
+            pipeline_depth=self._config.pipeline_depth,
+            sample_at_scheduler=self._config.sample_at_scheduler,
+            prefix_cache=self._config.prefix_cache,
+            forecast=self._config.forecast,
+            epoch=facts.epoch,
         )
+        if not self._config.decision_log:
+            return Scheduler(config)
+        log = open(self._config.decision_log, "w", buffering=1, encoding="utf-8")
+        return RecordedScheduler(config, lambda line: log.write(f"{line}\n"))
 
     def _change_state(self, state: EngineState, reason: str) -> None:
         self._state = state
