@@ -22,6 +22,9 @@ from worker_svc.config import WorkerConfig
 from worker_svc.cpu_runner import CpuRunner
 from worker_svc.fingerprint import Fingerprint
 from worker_svc.models.load import check_snapshot, load_model, resolve_dtype
+from worker_svc.ops import invariance
+from worker_svc.ops.cpu import CpuOps
+from worker_svc.ops.invariance import Numerics, probe
 
 MAX_LEN = 320
 Told = dict[tuple[int, int], list[bytes]]  # (request, choice) -> each position's token, logprob and alternatives
@@ -54,15 +57,19 @@ class ThreadGroup:
 
 
 class SmallEngine:
-    """One model at one tp and dtype; `run` may be called any number of times, each on an empty cache."""
+    """One model at one tp and dtype; `run` may be called any number of times, each on an empty cache.
 
-    def __init__(self, folder, tp: int = 1, dtype: str = "float32") -> None:
+    plain: the ops are the ones in torch, whatever the worker would choose here.
+    """
+
+    def __init__(self, folder, tp: int = 1, dtype: str = "float32", plain: bool = False) -> None:
         self.tp = tp
         checked = check_snapshot(folder, tp)
         self.vocab_size = checked.spec.vocab_size
         self.runners = []
         for rank in range(tp):
-            model = load_model(folder, rank=rank, tp=tp, dtype=dtype)
+            ops = plain_ops(getattr(torch, dtype)) if plain else None
+            model = load_model(folder, rank=rank, tp=tp, dtype=dtype, ops=ops)
             facts = Fingerprint(**dict.fromkeys(Fingerprint.__dataclass_fields__, ""))
             config = WorkerConfig(folder, rank, tp, dtype=dtype)
             self.runners.append(
@@ -106,6 +113,12 @@ class SmallEngine:
                     _hear(core.commit(flying.pop(0), now).tokens, told)
         self.preemptions = core.stats().counters.preemptions
         return told
+
+
+def plain_ops(dtype: torch.dtype) -> CpuOps:
+    """The torch ops with the paths that the self-test finds for them."""
+    rows, tiles = invariance._attention(invariance.accumulator(dtype))
+    return CpuOps(dtype, Numerics(probe(dtype).matmul, rows, tiles))
 
 
 def _launch(pool, runners, batch):

@@ -205,7 +205,7 @@ MUTANTS = [
 
 @pytest.fixture(scope="module")
 def engines(folder):
-    return {tp: SmallEngine(folder, tp) for tp in (1, 4)}
+    return {tp: SmallEngine(folder, tp, plain=True) for tp in (1, 4)}
 
 
 @pytest.mark.parametrize(("mutant", "tp", "crowd"), MUTANTS, ids=[mutant.__name__ for mutant, _, _ in MUTANTS])
