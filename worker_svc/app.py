@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -62,25 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from worker_svc.config import WorkerConfig
     from worker_svc.serve import ServeConfig, serve
 
-    serve(
-        WorkerConfig(
-            model=options.model,
-            rank=options.rank,
-            tp=options.tp,
-            device=options.device,
-            dtype=options.dtype,
-            numerics=options.numerics,
-            threads=threads,
-            kv_memory_bytes=None if options.kv_memory is None else int(options.kv_memory * 2**30),
-            random_weights=options.random_weights,
-        ),
-        ServeConfig(
-            listen=options.listen,
-            advertise=options.advertise or options.listen.rpartition(":")[0],
-            secret=os.environ.get(SECRET_VARIABLE) or None,
-            tls=tls if all(tls) else None,
-        ),
-    )
+    try:
+        serve(
+            WorkerConfig(
+                model=options.model,
+                rank=options.rank,
+                tp=options.tp,
+                device=options.device,
+                dtype=options.dtype,
+                numerics=options.numerics,
+                threads=threads,
+                kv_memory_bytes=None if options.kv_memory is None else int(options.kv_memory * 2**30),
+                random_weights=options.random_weights,
+            ),
+            ServeConfig(
+                listen=options.listen,
+                advertise=options.advertise or options.listen.rpartition(":")[0],
+                secret=os.environ.get(SECRET_VARIABLE) or None,
+                tls=tls if all(tls) else None,
+            ),
+        )
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: a collective that still waits for a lost peer would hold the interpreter's end up
 
 
 def _stop(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -130,6 +130,7 @@ def test_a_wrong_secret_is_told_and_serves_nobody(tiny):
         assert not any("lockstep-scheduler: serving" in line for line in scheduler.output)
 
 
+@pytest.mark.slow
 def test_memory_of_shared_logits_leaves_no_name_behind(tiny):
     """Logits of one host go through memory without a name in any file system, so a crash leaves nothing."""
     before = set(psutil.os.listdir("/dev/shm"))

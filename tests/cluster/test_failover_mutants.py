@@ -8,7 +8,7 @@ import pytest
 from bench.traffic import Crowd, mixed_requests
 from tests.cluster import Cluster
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.slow]
 REQUESTS = mixed_requests(11, count=6)
 
 # Loaded by every process of the cluster before anything else; PATCH runs when the module it names is imported.

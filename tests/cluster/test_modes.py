@@ -9,14 +9,17 @@ pytestmark = pytest.mark.services
 
 REQUESTS = mixed_requests(21, count=10)
 MODES = {
-    "depth 1": dict(pipeline_depth=1),
     "depth 4, small steps": dict(pipeline_depth=4, max_batch_tokens=24, max_num_seqs=5),
+    "two ranks, sampled at the scheduler": dict(tp=2, sample_at="scheduler", max_batch_tokens=48),
+    "four ranks, depth 1": dict(tp=4, pipeline_depth=1),
+    "two threads, a small pool of small blocks": dict(threads=2, block_size=4, kv_blocks=60, max_num_seqs=12),
+}
+MORE_MODES = {
+    "depth 1": dict(pipeline_depth=1),
     "sampled at the scheduler": dict(sample_at="scheduler"),
     "two ranks": dict(tp=2),
     "four ranks, depth 4": dict(tp=4, pipeline_depth=4),
-    "two ranks, sampled at the scheduler": dict(tp=2, sample_at="scheduler", max_batch_tokens=48),
     "two threads": dict(threads=2),
-    "a small pool of small blocks": dict(block_size=4, kv_blocks=60, max_num_seqs=12),
     "no prefix cache": dict(no_prefix_cache=True),
 }
 
@@ -49,6 +52,13 @@ def test_the_bits_do_not_depend_on_the_deployment(tiny, reference, flags):
     assert found == reference
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", MORE_MODES.values(), ids=MORE_MODES)
+def test_the_bits_do_not_depend_on_the_deployment_either(tiny, reference, flags):
+    test_the_bits_do_not_depend_on_the_deployment(tiny, reference, flags)
+
+
+@pytest.mark.slow
 def test_fast_is_another_fingerprint(tiny, reference):
     (found, *_) = answers(tiny, numerics="fast")
     assert found.fingerprint != reference[0].fingerprint

@@ -153,6 +153,7 @@ def test_sigterm_lets_running_streams_end(tiny):
         assert codes == [0]
 
 
+@pytest.mark.slow  # as for the scheduler alone, in tests/services
 def test_at_the_end_of_the_drain_time_streams_end_with_a_status(tiny):
     with Cluster(tiny, drain_timeout=0.5) as cluster:
         crowd = Crowd(cluster.address, [request(500, seed) for seed in range(4)])
@@ -162,6 +163,7 @@ def test_at_the_end_of_the_drain_time_streams_end_with_a_status(tiny):
         assert all(answer.error == "UNAVAILABLE" and answer.num_tokens >= 5 for answer in answers), answers
 
 
+@pytest.mark.slow  # as for the scheduler alone, in tests/services
 def test_a_second_signal_waits_for_nothing(tiny):
     with Cluster(tiny, drain_timeout=60) as cluster:
         crowd = Crowd(cluster.address, [request(500)])

@@ -5,14 +5,19 @@ engines and two epochs fit in one process. Does not know what is sent. Invariant
 order of sums is `ops/leaves.py`), except `all_reduce`, which `fast` numerics uses and `invariant` never does.
 """
 
-from collections.abc import Callable
+import contextlib
 import socket
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+SLICE = timedelta(seconds=0.25)  # how late a wait notices an abort
 
 
 class GroupLost(RuntimeError):
@@ -105,9 +110,37 @@ class GlooGroup:
         if group is None:
             raise GroupLost("the group was aborted")
         try:
-            start(group).wait(self._timeout)
+            work = start(group)
         except RuntimeError as error:
             raise GroupLost(str(error)) from error
+        try:
+            self._wait(work)
+        except RuntimeError as error:
+            if not work.is_completed():
+                _keep_until_done(group, work)
+            raise GroupLost("the group was aborted" if self._group is None else str(error)) from error
+
+    def _wait(self, work: Any) -> None:
+        """In slices, since gloo's abort wakes nobody who waits for a peer that says nothing. Raises RuntimeError."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            try:
+                work.wait(min(SLICE, self._timeout))
+                return
+            except RuntimeError:
+                if work.is_completed() or self._group is None or time.monotonic() >= deadline:
+                    raise
+
+
+def _keep_until_done(group: Any, work: Any) -> None:
+    """Destroying a gloo group waits for what is in flight on it, up to the step timeout; nobody else shall wait."""
+
+    def keep() -> None:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+        assert group is not None  # held until here
+
+    threading.Thread(target=keep, name="gloo-end", daemon=True).start()
 
 
 def host_store(hostname: str, timeout_s: float) -> TCPStore:
