@@ -71,7 +71,10 @@ def logits(
             y = norm(x, before, eps)
             q, k, v_ = ((y @ w.T).view(n, -1, d) for w in qkv)
             q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
-            q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(dtype) for a, b in (t.chunk(2, -1) for t in (q, k)))
+            q, k = (
+                torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(dtype)
+                for a, b in (t.chunk(2, -1) for t in (q, k))
+            )
             k, v_ = (t.repeat_interleave(heads // kv, 1).transpose(0, 1) for t in (k, v_))
             scores = q.transpose(0, 1) @ k.transpose(1, 2) * d**-0.5
             hidden = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)

@@ -94,8 +94,7 @@ class Paged:
         plan(self.shape, rows, work, len(spans), shared=shared)
         if shared:
             decode_shared(self.shape, q, self.k, self.v, rows, work, tuning)
-        decode(self.shape, q, self.k, self.v, rows, work, out, tuning)
-        assert not work.arrived.any()
+        decode(self.shape, q, self.k, self.v, rows, work, out, len(spans), tuning)
         prefill(self.shape, q, self.k, self.v, rows, out, len(tiles) + 1, tuning)
         return out
 

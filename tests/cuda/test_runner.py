@@ -37,7 +37,9 @@ def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[R
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = random_weights.draw
     monkeypatch.setattr(  # generators differ by device
-        random_weights, "draw", lambda name, shape, seed, to, **rest: on_cpu(name, shape, seed, torch.device("cpu"), **rest).to(to)
+        random_weights,
+        "draw",
+        lambda name, shape, seed, to, **rest: on_cpu(name, shape, seed, torch.device("cpu"), **rest).to(to),
     )
     plain = load_model(tmp_path, random_weights=7, ops=CpuOps(torch.float32, probe(torch.float32)))
     model = load_model(
@@ -49,7 +51,9 @@ def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[R
     yield cpu, cuda
 
 
-def row(slot: int, tokens: int, blocks: list[int], sampling: RowSampling, *, seed: int = 3, scored: int | None = None) -> Row:
+def row(
+    slot: int, tokens: int, blocks: list[int], sampling: RowSampling, *, seed: int = 3, scored: int | None = None
+) -> Row:
     ids = np.random.default_rng(slot + 10 * tokens).integers(0, 1200, tokens).astype(np.int32)
     return Row(slot, f"r{slot}", ids, tokens, 0, int32s(*blocks), seed, sampling=sampling, prompt_logprobs=scored)
 

@@ -142,8 +142,8 @@ def _fold(M, L, ACC, m, l, acc):
 
 
 @triton.jit
-def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts, own, work_row, work_split, work_item,
-                count, WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts, work_row, work_split, work_item, count,
+                WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
                 SHARED: tl.constexpr, SHARED_COLUMN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """The flat list of a step's (row, split) work. Program r writes row r's part; rows of length 0 take no part.
 
@@ -165,15 +165,15 @@ def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts
     splits = (length + SPLIT - 1) // SPLIT - skipped
     shared = length * 0
     if SHARED:
-        shared = tl.load(state + slot.to(tl.int64) * state_stride + SHARED_COLUMN, mask=(row < n) & (length > 0), other=0)
-        shared = tl.maximum(tl.minimum(shared, splits - 1), 0)  # the last of a row's own splits folds them all
+        shared = tl.load(
+            state + slot.to(tl.int64) * state_stride + SHARED_COLUMN, mask=(row < n) & (length > 0), other=0
+        )
     start = tl.sum(tl.where(row < r, splits, 0))
     work = tl.sum(tl.where(row < r, splits - shared, 0))
     mine = tl.sum(tl.where(row == r, splits - shared, 0))
     first = tl.sum(tl.where(row == r, skipped + shared, 0))
     ahead = tl.sum(tl.where(row == r, shared, 0))
     tl.store(starts + r, start)
-    tl.store(own + r, mine)
     if r < n:
         tl.store(slot_rows + tl.load(slots + r), r)
     for s0 in range(0, mine, CHUNK):
@@ -188,14 +188,11 @@ def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts
 
 @triton.jit
 def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, token_of, lengths, work_row, work_split,
-                  work_item, count, starts, own, arrived, part_acc, part_l, part_m, out, scale,
+                  work_item, count, part_acc, part_l, part_m, scale,
                   KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
                   SPLIT: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items, H].
-
-    `arrived` counts the splits of each (row, kv head) that are there; it is 0 before and after.
-    """
+    """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items, H]."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -229,31 +226,10 @@ def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, 
         for first in range(whole, end, STEP):
             m, l, acc = _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, low + 0 * g, length + 0 * g,
                                      length, unit, scale, m, l, acc, KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
-        head = h * G + g
-        to = item.to(tl.int64) * KV_HEADS * G + head
+        to = item.to(tl.int64) * KV_HEADS * G + h * G + g
         tl.store(part_acc + to[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
         tl.store(part_l + to, tl.sum(l, 1), mask=g < G)
         tl.store(part_m + to, m, mask=g < G)
-        # The program that brings a row's last own split folds all of them, in order: who that is changes no bit.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + row * KV_HEADS + h, 1, sem="acq_rel")
-        if before == tl.load(own + row) - 1:
-            tl.store(arrived + row * KV_HEADS + h, 0)
-            start = tl.load(starts + row)
-            M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            L = tl.zeros([BLOCK_M], tl.float32)
-            ACC = tl.zeros([BLOCK_M, D], tl.float32)
-            for i in range(0, tl.load(starts + row + 1) - start):
-                # past the nearest cache, which may hold what an earlier layer left at this address
-                of = (start.to(tl.int64) + i) * KV_HEADS * G + head
-                m = tl.load(part_m + of, mask=g < G, other=0.0, cache_modifier=".cg")
-                l_sum = tl.load(part_l + of, mask=g < G, other=1.0, cache_modifier=".cg")
-                acc = tl.load(
-                    part_acc + of[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0, cache_modifier=".cg"
-                )
-                M, L, ACC = _fold(M, L, ACC, m, l_sum, acc)
-            result = (ACC / L[:, None]).to(out.dtype.element_ty)
-            tl.store(out + (token * KV_HEADS * G + head)[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
 
 
 @triton.jit
@@ -312,6 +288,34 @@ def shared_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, member_
         tl.store(part_acc + to[:, None] * D + d[None, :], acc, mask=(token >= 0)[:, None])
         tl.store(part_l + to, tl.sum(l, 1), mask=token >= 0)
         tl.store(part_m + to, m, mask=token >= 0)
+
+
+@triton.jit
+def fold_kernel(part_acc, part_l, part_m, starts, token_of, rows_ptr, out, HEADS: tl.constexpr, D: tl.constexpr,
+                DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (row, head): the row's splits in order."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    h = tl.program_id(1)
+    if row < tl.load(rows_ptr):
+        start = tl.load(starts + row)
+        end = tl.load(starts + row + 1)
+        if end > start:
+            d = tl.arange(0, D)
+            M = tl.full([1], float("-inf"), tl.float32)
+            L = tl.zeros([1], tl.float32)
+            ACC = tl.zeros([1, D], tl.float32)
+            for i in range(0, end - start):
+                at = (start.to(tl.int64) + i) * HEADS + h
+                acc = tl.load(part_acc + at * D + d)[None, :]
+                l = tl.load(part_l + at + tl.arange(0, 1))
+                m = tl.load(part_m + at + tl.arange(0, 1))
+                M, L, ACC = _fold(M, L, ACC, m, l, acc)
+            token = tl.load(token_of + row).to(tl.int64)
+            result = (ACC / L[:, None]).to(out.dtype.element_ty)
+            tl.store(out + (token * HEADS + h) * D + d[None, :], result)
 
 
 @triton.jit
@@ -430,8 +434,6 @@ class Work:
         items = max_rows * self.max_splits
         integers = {"dtype": torch.int32, "device": device}
         self.starts = torch.zeros(max_rows + 1, **integers)
-        self.own = torch.zeros(max_rows, **integers)
-        self.arrived = torch.zeros(max_rows * shape.kv_heads, **integers)
         self.work_row = torch.zeros(items, **integers)
         self.work_split = torch.zeros(items, **integers)
         self.work_item = torch.zeros(items, **integers)
@@ -449,16 +451,14 @@ def _options(warps: int, stages: int, dependent: bool) -> dict[str, int | bool]:
     return options | {"launch_pdl": True} if dependent else options
 
 
-def plan(
-    shape: Shape, rows: Rows, work: Work, max_rows: int, *, shared: bool = False, dependent: bool = False
-) -> None:
+def plan(shape: Shape, rows: Rows, work: Work, max_rows: int, *, shared: bool = False, dependent: bool = False) -> None:
     """Fill the work list from rows.decode_lengths; once a step. max_rows: of the launch (its bucket).
 
     shared: leave splits that groups read to `decode_shared`.
     """
     plan_kernel[(max_rows,)](
         rows.decode_lengths, rows.num_rows, rows.row_slots, rows.state, rows.state.stride(0), work.slot_rows,
-        work.starts, work.own, work.work_row, work.work_split, work.work_item, work.count,
+        work.starts, work.work_row, work.work_split, work.work_item, work.count,
         WINDOW=shape.window, SPLIT=SPLIT, ROWS=triton.next_power_of_2(max_rows), CHUNK=64,
         SHARED=shared, SHARED_COLUMN=SHARED_COLUMN, DEPENDENT=dependent, **_options(4, 1, dependent),
     )  # fmt: skip
@@ -477,18 +477,22 @@ def _cache_args(shape: Shape, cache: torch.Tensor) -> TensorDescriptor:
 
 def decode(
     shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work, out: torch.Tensor,
-    tuning: Tuning, *, dependent: bool = False,
+    max_rows: int, tuning: Tuning, *, dependent: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is kept."""
     group = shape.heads // shape.kv_heads
     programs = tuning.decode_programs if q.is_cuda else 3
     decode_kernel[(programs,)](
         q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0), rows.row_slots,
-        rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.work_item, work.count,
-        work.starts, work.own, work.arrived, work.acc, work.l, work.m, out, LOG2E / shape.head_dim**0.5,
+        rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.work_item, work.count, work.acc, work.l, work.m,
+        LOG2E / shape.head_dim**0.5,
         KV_HEADS=shape.kv_heads, G=group, D=shape.head_dim, PAGE=shape.block_size, WINDOW=shape.window, SPLIT=SPLIT,
         STEP=STEP, TILE=TILE, BLOCK_M=max(16, triton.next_power_of_2(group)), DEPENDENT=dependent,
         **_options(tuning.decode_warps, tuning.decode_stages, dependent),
+    )  # fmt: skip
+    fold_kernel[(max_rows, shape.heads)](
+        work.acc, work.l, work.m, work.starts, rows.query_starts, rows.num_rows, out,
+        HEADS=shape.heads, D=shape.head_dim, DEPENDENT=dependent, **_options(1, 1, dependent),
     )  # fmt: skip
 
 

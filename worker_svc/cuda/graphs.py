@@ -93,7 +93,9 @@ class StepGraphs:
         rows = min(bucket, sizes.rows)
         tiles = bucket // attention.tile_tokens(self._shape(), self._ops.tuning) + rows if mixed else 0
         state.unpack()
-        inputs = CudaInputs(state.token_ids[:bucket], self._extent, state, self._work, rows, min(tiles, sizes.tiles), of.shared)
+        inputs = CudaInputs(
+            state.token_ids[:bucket], self._extent, state, self._work, rows, min(tiles, sizes.tiles), of.shared
+        )
         hidden = self._model.forward(inputs, self._cache, self._group)  # type: ignore[arg-type]
         chosen = self._ops.gather(hidden, state.sample_tokens[:rows], state.num_samples)
         logits = self._model.logits(chosen, self._group)

@@ -52,7 +52,9 @@ def _gate(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr)
 
 
 @triton.jit
-def prefetch_rows(pointer, row_bytes, first_row, num_rows, ROWS: tl.constexpr, BYTES: tl.constexpr, LANES: tl.constexpr):
+def prefetch_rows(
+    pointer, row_bytes, first_row, num_rows, ROWS: tl.constexpr, BYTES: tl.constexpr, LANES: tl.constexpr
+):
     """Ask L2 for the first BYTES of each of ROWS rows of a table; nothing waits for it.
 
     Each of the program's LANES threads asks for a piece of its own: a smaller tensor would have threads ask twice.

@@ -28,8 +28,10 @@ from worker_svc.kv_cache import KVCache, LayerCache
 from worker_svc.ops.base import HeadShape, QKNorm, Router
 from worker_svc.ops.leaves import LeafPart, fold
 from worker_svc.parallel.group import Group
+from worker_svc.spec import ModelRefused
 from worker_svc.step_inputs import HostStep
 
+FEW_ROWS = 128  # decodes up to it are launched dependently
 ROPE_GROUP, ROPE_WARPS = 8, 4  # heads a program; part of the expression of a q/k norm
 
 
@@ -71,8 +73,8 @@ class CudaStep:
 class CudaOps:
     """Args:
     numerics: `invariant`, or `fast` for cuBLAS products.
-    dependent: launch the kernels of decodes before the one before has ended. Large steps are slower so: programs that
-        wait hold registers and memory that the running ones could use.
+    dependent: launch the kernels of small decodes before the one before has ended. Large steps are slower so (measured:
+        5 % at 256 rows of Qwen3-8B, 10 % in prefill).
     """
 
     def __init__(self, dtype: torch.dtype, numerics: str = "invariant", *, dependent: bool = True) -> None:
@@ -94,13 +96,13 @@ class CudaOps:
         return CudaWeight(interleave_gate(weight_NK), gated=True)
 
     def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> CudaWeight:
-        raise NotImplementedError("mixtures of experts do not run on CUDA yet")
+        raise ModelRefused(["a mixture of experts does not run on --device cuda, only on cpu"])
 
     def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> Rope:
         return Rope(cos_PE.contiguous(), sin_PE.contiguous())
 
     def begin(self, inputs: Any, cache: KVCache, rope: Rope) -> CudaStep:
-        self.dependent = self._may_depend and not inputs.max_tiles
+        self.dependent = self._may_depend and not inputs.max_tiles and inputs.max_rows <= FEW_ROWS
         self._num_tokens = inputs.state.num_tokens
         self._num_samples = inputs.state.num_samples
         self._device_name = torch.cuda.get_device_name(inputs.token_ids_T.device)
@@ -195,10 +197,17 @@ class CudaOps:
         out = torch.empty_like(queries)
         if inputs.shared:
             attention.decode_shared(
-                form, queries, cache.keys, cache.values, inputs.state, inputs.work, self.tuning, dependent=self.dependent
+                form,
+                queries,
+                cache.keys,
+                cache.values,
+                inputs.state,
+                inputs.work,
+                self.tuning,
+                dependent=self.dependent,
             )
         attention.decode(
-            form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, self.tuning,
+            form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
             dependent=self.dependent,
         )  # fmt: skip
         if inputs.max_tiles:
@@ -209,7 +218,7 @@ class CudaOps:
         return out.view(len(out), -1)
 
     def moe(self, x_TD: Tensor, router: Router, experts: CudaWeight, group: Group) -> Tensor:
-        raise NotImplementedError("mixtures of experts do not run on CUDA yet")
+        raise AssertionError("no experts were prepared")
 
     def logits(self, x_RD: Tensor, weight: CudaWeight) -> Tensor:
         count = self._num_samples

@@ -223,9 +223,7 @@ class CudaRunner:
         self._unresolved.append(pending)
         return pending
 
-    def _finish(
-        self, batch: StepBatch, plan: StepPlan, hidden_TD: Tensor, logits_SV: Tensor, entry: int
-    ) -> Pending:
+    def _finish(self, batch: StepBatch, plan: StepPlan, hidden_TD: Tensor, logits_SV: Tensor, entry: int) -> Pending:
         """What of a step the host does after the graph: nothing for rows that only ask for a temperature."""
         slots = plan.slots[plan.samples]
         scores = PromptScores()

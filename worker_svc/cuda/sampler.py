@@ -139,7 +139,6 @@ def draw_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, sta
             tl.store(to + ROWS + row, logprob.to(tl.int32, bitcast=True))
 
 
-
 class Draws:
     """Room for the block statistics of a step's sampling rows; made once a runner."""
 
