@@ -27,7 +27,7 @@ from bench.crowd.driving import Arrival, Driver
 from protos import generation_pb2 as pb
 from tests.cluster import Cluster
 
-PROMPT, VOCAB_SIZE = 16, 40_000
+PROMPT = 16
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,22 @@ class Cost:
         return self.fast / self.invariant - 1
 
 
-def crowd(batch: int, output: int, seed: int) -> list[Arrival]:
+def crowd(batch: int, output: int, seed: int, vocab_size: int) -> list[Arrival]:
     """Fresh prompts each time, so that no prefix is found."""
     rng = random.Random(seed)
     arrivals = []
     for number in range(batch):
         sampling = pb.SamplingParams(temperature=0.6, max_tokens=output, ignore_eos=True, seed=number)
-        ids = [rng.randrange(1000, VOCAB_SIZE) for _ in range(PROMPT)]
+        ids = [rng.randrange(vocab_size) for _ in range(PROMPT)]
         request = pb.GenerateRequest(request_id=f"r{number}", token_ids=pb.TokenIds(ids=ids), sampling=sampling)
         arrivals.append(Arrival(request))
     return arrivals
 
 
 def tokens_per_second(driver: Driver, batch: int, output: int, seed: int) -> float:
+    arrivals = crowd(batch, output, seed, driver.info().vocab_size)
     began = time.monotonic()
-    answers = driver.crowd(crowd(batch, output, seed))
+    answers = driver.crowd(arrivals)
     seconds = time.monotonic() - began
     tokens = sum(answer.positions for answer in answers.values())
     assert tokens == batch * output, [answer.refusal for answer in answers.values() if answer.refusal]
