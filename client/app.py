@@ -122,6 +122,9 @@ def generate(
     else:
         for choice in answer.choices:
             print(f"[{choice.index}] {choice.text}")
+    if any(choice.finish_reason not in ("stop", "length") for choice in answer.choices):
+        print("lockstep: the request was ended before it was complete", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -39,6 +39,7 @@ class Script:
     refuse: int = 0  # the first so many attempts are RESOURCE_EXHAUSTED
     retry_after: float = 0.05
     tokens: int = -1  # -1: max_tokens
+    aborted: bool = False  # somebody ended it
 
 
 def script(**behaviour: Any) -> str:
@@ -166,7 +167,7 @@ class MockServicer(generation_pb2_grpc.GenerationServicer):
                 if position == skipped and choice == 0:
                     event.started.CopyFrom(started)
                 if position + count == total:
-                    event.finish.reason = pb.FINISH_REASON_LENGTH
+                    event.finish.reason = pb.FINISH_REASON_ABORT if plan.aborted else pb.FINISH_REASON_LENGTH
                     if choice == n - 1:
                         event.usage.prompt_tokens, event.usage.completion_tokens = length, total * n
                 sent.times.append(time.monotonic())

@@ -90,6 +90,12 @@ def test_errors_have_their_field_and_exit_codes(server: MockServer) -> None:
     assert "UNAVAILABLE" in gone.stderr and "Traceback" not in gone.stderr
 
 
+def test_an_answer_that_somebody_ended_is_printed_and_is_no_success(server: MockServer) -> None:
+    server.servicer.default = Script(aborted=True)
+    done = lockstep("generate", "--server", server.address, "--prompt", "abc", "--max-tokens", "2", code=1)
+    assert done.stdout == "3 4 \n" and "ended before it was complete" in done.stderr
+
+
 def test_an_interrupt_cancels_and_exits_130(server: MockServer) -> None:
     server.servicer.default = Script(gap=0.1)
     process = subprocess.Popen(
