@@ -44,7 +44,7 @@ DTYPES = ("float32", "bfloat16")
 # Tiny models: family -> (overrides, shard counts that its shapes allow).
 TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "llama": ({"vocab_size": 2500}, (2, 4)),
-    "qwen3": ({}, (2, 4)),
+    "qwen3": ({"num_key_value_heads": 8, "intermediate_size": 256}, (2, 4, 8)),
     "mistral": ({"num_hidden_layers": 3, "sliding_window": 100}, (2, 4)),
     "qwen2": ({}, (2, 4)),
     "olmoe": ({}, (2, 4)),
