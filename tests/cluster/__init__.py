@@ -12,6 +12,8 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from worker_svc import launch
+
 READY = "lockstep-up: ready on "
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -29,7 +31,12 @@ class Command:
 
     def __enter__(self):
         self.process = subprocess.Popen(
-            self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self._environment
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment,
+            preexec_fn=launch.die_with_parent,  # also when the test run itself is killed
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -47,7 +54,7 @@ class Command:
             self.output.append("")
             self._line.notify_all()
 
-    def wait_for_line(self, text, timeout_s=60, after=0):
+    def wait_for_line(self, text, timeout_s=150, after=0):
         """The index of the first line from `after` on that holds the text."""
 
         def found():
@@ -110,7 +117,7 @@ class Cluster(Command):
     A flag of True is given without a value. `output` holds every line of all processes so far.
     """
 
-    def __init__(self, model_dir, tp=1, *, ready_timeout_s=120, environment=None, **flags):
+    def __init__(self, model_dir, tp=1, *, ready_timeout_s=180, environment=None, **flags):
         flags = {"model": model_dir, "tp": tp, "listen": "127.0.0.1:0", "threads": 1} | flags
         super().__init__("lockstep-up", environment=environment, **flags)
         self._ready_timeout_s = ready_timeout_s
