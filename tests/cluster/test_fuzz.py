@@ -10,10 +10,10 @@ pytestmark = pytest.mark.services
 
 
 def test_nonsense_at_every_rpc_harms_nobody(capsys):
-    code = fuzz_rpc.main(["--messages", "400", "--seed", "4"])
+    code = fuzz_rpc.main(["--messages", "250", "--seed", "4"])
     out = capsys.readouterr().out
     last = out.splitlines()[-1]
-    assert code == 0 and last.startswith("messages=4") and "differing=0" in last, out
+    assert code == 0 and last.startswith("messages=2") and "differing=0" in last, out
     reached = {line.partition(" ")[0] for line in out.split("statuses: ")[1].splitlines()[0].split(", ")}
     assert reached >= {target.path.rpartition("/")[2] for target in fuzz_rpc.targets()}
 
