@@ -7,10 +7,13 @@ steps. Settings alternate within a run, so that a noisy neighbour hits them alik
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services set it
 
 import numpy as np
 import torch

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import numba
 import torch
 
 from worker_svc.attention import work
@@ -17,7 +18,7 @@ from worker_svc.layers import attention as attention_layer
 from worker_svc.layers.mlp import GatedMLP
 from worker_svc.layers.parameter import Parameter
 from worker_svc.models import dense
-from worker_svc.ops import cpu, moe
+from worker_svc.ops import compiled, cpu, cpu_compiled, moe
 from worker_svc.ops.leaves import LeafPart, fold
 from worker_svc.parallel.group import SingleGroup
 from worker_svc.spec import RopeSpec, Shard
@@ -42,20 +43,27 @@ def drop_last_key() -> Iterator[None]:
         own = hidden.logical_not().long().cumsum(-1).argmax(-1, keepdim=True)
         return dataclasses.replace(made, hidden_WQS=hidden.scatter(-1, own, True))
 
-    with mock.patch.object(work, "_pass", without_own):
+    honest_segments = cpu_compiled._segments
+
+    def one_less(host: Any) -> Any:
+        segments = honest_segments(host)
+        segments[:, 3] -= 1
+        return segments
+
+    with mock.patch.object(work, "_pass", without_own), mock.patch.object(cpu_compiled, "_segments", one_less):
         yield
 
 
 @mutant
 def ignore_block_offset() -> Iterator[None]:
     """Every token of a block is written to the block's first place."""
-    honest = cpu.CpuStep.__init__
+    honest = cpu_compiled.CompiledStep.__init__
 
-    def first_place(self: Any, inputs: Any, cache: Any, rope: Any) -> None:
-        honest(self, inputs, cache, rope)
-        self.written = self.written // cache.block_size * cache.block_size
+    def first_place(self: Any, host: Any, cache: Any, rope: Any) -> None:
+        honest(self, host, cache, rope)
+        self.places = self.places // cache.block_size * cache.block_size
 
-    with mock.patch.object(cpu.CpuStep, "__init__", first_place):
+    with mock.patch.object(cpu_compiled.CompiledStep, "__init__", first_place):
         yield
 
 
@@ -107,38 +115,15 @@ def mirrored_kv_heads() -> Iterator[None]:
 @mutant
 def chunk_aligned_splits() -> Iterator[None]:
     """Prefill cuts keys at other places than decode."""
-    honest = work._pass
+    honest = compiled.attend
+    other = numba.njit(nogil=True, error_model="numpy")(honest.py_func)  # not cached: it is compiled with the patch
 
-    def cut(host: Any, tiles: Any, height: int, *args: Any) -> work.Pass:
-        made = honest(host, tiles, height, *args)
-        return made if height == 1 else _halved(made)
+    def attend(queries: Any, keys: Any, values: Any, tables: Any, segments: Any, *rest: Any) -> None:
+        chosen = honest if (segments[:, 2] == 1).all() else other
+        chosen(queries, keys, values, tables, segments, *rest)
 
-    with mock.patch.object(work, "_pass", cut):
+    with mock.patch.object(compiled, "SPLIT", 64), mock.patch.object(compiled, "attend", attend):
         yield
-
-
-def _halved(made: work.Pass) -> work.Pass:
-    """Each split seen in two: first the keys below its middle, then those above, folded."""
-    low, high = made.hidden_WQS.clone(), made.hidden_WQS.clone()
-    low[..., 128:] = True
-    high[..., :128] = True
-    bounds, folded, tiles, keys, hidden = [], [], [], [], []
-    for begin, end in made.bounds:
-        for part in (low, high):
-            start = sum(len(t) for t in tiles)
-            tiles.append(made.item_tiles_W[begin:end])
-            keys.append(made.keys_W[begin:end])
-            hidden.append(part[begin:end])
-            bounds.append((start, start + end - begin))
-            folded.append(made.item_tiles_W[begin:end])
-    return dataclasses.replace(
-        made,
-        item_tiles_W=torch.cat(tiles),
-        keys_W=torch.cat(keys),
-        hidden_WQS=torch.cat(hidden),
-        bounds=tuple(bounds),
-        folded=tuple(folded[1:]),
-    )
 
 
 @mutant
@@ -151,7 +136,7 @@ def rows_decide_the_path() -> Iterator[None]:
             return honest(x, weight)
         return torch.stack([honest(part, weight) for part in _halves(x)]).sum(0)
 
-    with mock.patch.object(cpu, "matmul", split_by_rows):
+    with mock.patch.object(cpu, "matmul", split_by_rows), mock.patch.object(cpu_compiled, "matmul", split_by_rows):
         yield
 
 
@@ -207,12 +192,12 @@ def local_full_norm() -> Iterator[None]:
 
 @mutant
 def unclipped() -> Iterator[None]:
-    honest = cpu.CpuOps.qkv_rope_write
+    honest = cpu_compiled.CompiledCpuOps.qkv_rope_write
 
     def without(self: Any, qkv: Any, norm: Any, clip: Any, *args: Any) -> Any:
         return honest(self, qkv, norm, None, *args)
 
-    with mock.patch.object(cpu.CpuOps, "qkv_rope_write", without):
+    with mock.patch.object(cpu_compiled.CompiledCpuOps, "qkv_rope_write", without):
         yield
 
 

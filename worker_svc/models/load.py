@@ -114,9 +114,16 @@ def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device) -> Ops:
         ops: Ops = CudaOps(dtype, numerics)
         return ops
     from worker_svc.ops.cpu import CpuOps
-    from worker_svc.ops.invariance import probe
+    from worker_svc.ops.invariance import fastest, probe
 
-    return CpuOps(dtype, probe(dtype))
+    chosen = probe(dtype) if numerics == "invariant" else fastest(dtype)
+    if chosen.row_steps == "torch":
+        return CpuOps(dtype, chosen)
+    from worker_svc.ops.cpu_compiled import CompiledCpuOps
+
+    compiled = CompiledCpuOps(dtype, chosen)
+    compiled.warm_up(dtype)
+    return compiled
 
 
 NO_OPS: Ops = None  # type: ignore[assignment]  # declaring parameters computes nothing

@@ -81,7 +81,7 @@ class CpuOps:
         return prepare(weight_NK, bias_N, self.numerics.matmul)
 
     def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> RowWeight:
-        leaves = weight_NK.chunk(part.count, 1)
+        leaves = weight_NK.chunk(part.count if self.numerics.leaves else 1, 1)
         prepared = tuple(prepare(leaf.contiguous(), None, self.numerics.matmul) for leaf in leaves)
         return RowWeight(prepared, bias_N, part)
 
@@ -92,7 +92,7 @@ class CpuOps:
         return moe.Experts(
             tuple(self.prepare_gated(w.contiguous()) for w in gate_up_XNK),
             tuple(self.prepare_row(w, None, part).leaves for w in down_XDI),
-            part,
+            part if self.numerics.leaves else LeafPart(part.first, 1, part.total),
         )
 
     def prepare_router(self, weight_XD: Tensor) -> CpuWeight:
@@ -128,10 +128,13 @@ class CpuOps:
         return silu_mul(matmul(x_TK, weight), self.acc)
 
     def row_linear(self, x_TK: Tensor, weight: RowWeight, group: Group) -> Tensor:
-        total = fold_across(self._leaf_sums(x_TK, weight), weight.part, group)
-        if weight.bias_N is not None:
-            total = total + weight.bias_N
-        return total.to(self.dtype)
+        return self._total(x_TK, weight, group).to(self.dtype)
+
+    def _total(self, x_TK: Tensor, weight: RowWeight, group: Group) -> Tensor:
+        """The sum over all ranks in the accumulator's type, in the model's order or (`fast`) the library's."""
+        sums = self._leaf_sums(x_TK, weight)
+        total = fold_across(sums, weight.part, group) if self.numerics.leaves else group.all_reduce(sums[0])
+        return total if weight.bias_N is None else total + weight.bias_N
 
     def _leaf_sums(self, x_TK: Tensor, weight: RowWeight) -> list[Tensor]:
         parts = x_TK.chunk(len(weight.leaves), 1)
@@ -191,7 +194,8 @@ class CpuOps:
         logits = matmul(x_TD.to(self.acc), router.weight)
         ids, weights = moe.choose(logits, router.experts_per_token, router.renormalise)
         leaves = moe.leaf_sums(x_TD, ids, weights, experts, self.acc)
-        return fold_across(leaves, experts.part, group).to(self.dtype)
+        total = fold_across(leaves, experts.part, group) if self.numerics.leaves else group.all_reduce(leaves[0])
+        return total.to(self.dtype)
 
     def logits(self, x_RD: Tensor, weight: CpuWeight) -> Tensor:
         return matmul(x_RD, weight).to(self.acc)

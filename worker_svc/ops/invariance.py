@@ -5,15 +5,19 @@ shard of the columns and with fewer threads depends on library, instruction set 
 Invariant: a `Numerics` that `probe` returns passed every question asked here, on this machine, in this process.
 """
 
+import importlib.util
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from worker_svc.ops.matmul import CpuWeight, MatmulPath, matmul, onednn_available, prepare
+from worker_svc.ops.matmul import CpuWeight, Library, MatmulPath, matmul, onednn_available, prepare
 
 ROWS = (1, 2, 3, 5, 9, 16, 17, 33, 48, 300)
 SHAPES = ((576, 192), (1536, 96), (200, 328))  # (K, N)
@@ -35,10 +39,13 @@ class Numerics:
     attention_rows: int  # query rows are padded to a multiple of it
     attention_tiles: bool  # whether prefill may attend many queries in one product
     across_tp: bool = True  # whether a shard of the columns gives the bits of the whole
+    row_steps: Literal["compiled", "torch"] = "torch"  # norms, rotation, activation and attention
+    leaves: bool = True  # row-parallel sums by leaves; False (`fast`): one product a rank, the library's all-reduce
 
     def __str__(self) -> str:
         tiles = "" if self.attention_tiles else "-single"
-        return f"{self.matmul}/attention-rows{self.attention_rows}{tiles}" + ("" if self.across_tp else "/one-tp")
+        steps = "compiled" if self.row_steps == "compiled" else f"torch-rows{self.attention_rows}{tiles}"
+        return f"{self.matmul}/{steps}" + ("" if self.across_tp else "/one-tp")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -76,6 +83,9 @@ def probe(dtype: torch.dtype) -> Numerics:
             path = next((path for path in _candidates(dtype) if matmul_is_invariant(dtype, path, shards=())), None)
         if path is None:
             raise NotInvariant(f"no matmul path keeps the bits of a row in {dtype} on this machine")
+        if _compiled_serves(dtype):
+            # Compiled loops state their order themselves; there is nothing to ask.
+            return Numerics(path, 1, True, across_tp, "compiled")
         rows, tiles = _attention(accumulator(dtype))
         for name, holds in _elementwise(dtype).items():
             if not holds:
@@ -83,17 +93,44 @@ def probe(dtype: torch.dtype) -> Numerics:
     return Numerics(path, rows, tiles, across_tp)
 
 
+@cache
+def fastest(dtype: torch.dtype) -> Numerics:
+    """Numerics `fast`: the library that is quickest for one row here; nothing is promised of its bits."""
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(2048, 1024, generator=generator).to(dtype)
+    x = torch.randn(1, 1024, generator=generator).to(dtype)
+    took: dict[MatmulPath, float] = {}
+    with torch.inference_mode():
+        for library in _libraries(dtype):
+            path = MatmulPath(library)
+            weight = prepare(w.clone(), None, path)
+            for _ in range(8):
+                start = time.perf_counter()
+                matmul(x, weight)
+                took[path] = min(took.get(path, math.inf), time.perf_counter() - start)
+    steps: Literal["compiled", "torch"] = "compiled" if _compiled_serves(dtype) else "torch"
+    return Numerics(min(took, key=lambda path: took[path]), 4, True, False, steps, leaves=False)
+
+
+def _compiled_serves(dtype: torch.dtype) -> bool:
+    return dtype != torch.float64 and importlib.util.find_spec("numba") is not None
+
+
+def _libraries(dtype: torch.dtype) -> tuple[Library, ...]:
+    return ("packed", "onednn", "blas") if onednn_available(dtype) else ("blas",)
+
+
 def _candidates(dtype: torch.dtype) -> Iterator[MatmulPath]:
-    libraries = ("packed", "onednn", "blas") if onednn_available(dtype) else ("blas",)
+    libraries = _libraries(dtype)
     for library in libraries:
         for multiple in MULTIPLES[:2]:
-            yield MatmulPath(library, multiple)  # type: ignore[arg-type]
+            yield MatmulPath(library, multiple)
     for library in libraries:
         for multiple in MULTIPLES[2:]:
-            yield MatmulPath(library, multiple)  # type: ignore[arg-type]
+            yield MatmulPath(library, multiple)
     for library in libraries:
         for tile in TILES:
-            yield MatmulPath(library, tile, row_tile=tile)  # type: ignore[arg-type]
+            yield MatmulPath(library, tile, row_tile=tile)
 
 
 @_threads_restored()

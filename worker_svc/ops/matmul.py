@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 OUTPUT_MULTIPLE = 16
+Library = Literal["packed", "onednn", "blas"]
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulPath:
-    library: Literal["packed", "onednn", "blas"]
+    library: Library
     row_multiple: int = 1
     row_tile: int = 0
 

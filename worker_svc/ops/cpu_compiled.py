@@ -1,0 +1,181 @@
+"""`Ops` on CPU with compiled row-wise steps: what serves float32 and bfloat16 where numba is installed.
+
+Knows how tensors are handed to `compiled.py` without a copy. Products go the same way as in `cpu.py`, which is the
+plain twin of everything here. Invariant: as there; besides, no bit depends on how a step's rows are cut among threads.
+"""
+
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_svc.kv_cache import KVCache, LayerCache
+from worker_svc.ops import compiled
+from worker_svc.ops.base import HeadShape, QKNorm
+from worker_svc.ops.cpu import CpuOps, RopeTables, RowWeight
+from worker_svc.ops.invariance import Numerics
+from worker_svc.ops.matmul import CpuWeight, matmul
+from worker_svc.parallel.group import Group
+from worker_svc.step_inputs import HostStep, StepInputs, positions_of
+
+Array = NDArray[Any]
+HALF = torch.bfloat16
+
+
+def as_array(x: Tensor) -> Array:
+    """The tensor's own memory; bfloat16 as int16 bits."""
+    array: Array = x.view(torch.int16).numpy() if x.dtype == HALF else x.numpy()
+    return array
+
+
+SEGMENT = 64  # tokens of one row that one thread attends
+WORTH_A_THREAD = 40_000  # pairs of a query head and a key, about 0.7 ms
+
+
+class CompiledStep:
+    """One step as arrays: positions, places in the pool, and segments of rows, cut among threads by their work."""
+
+    def __init__(self, host: HostStep, cache: KVCache, rope: RopeTables) -> None:
+        positions = positions_of(host.first_position, host.num_new, host.query_starts)
+        rows = np.repeat(np.arange(host.num_rows), host.num_new)
+        size = cache.block_size
+        places = host.block_tables[rows, positions // size].astype(np.int64) * size + positions % size
+        self.positions = np.ascontiguousarray(positions, np.int64)
+        self.places = np.where(positions < host.num_cached[rows], -1, places)
+        self.segments = _segments(host)
+        tokens, first = self.segments[:, 2], self.segments[:, 3]
+        self._work = np.cumsum(tokens * (first + tokens))
+        self.tables = np.ascontiguousarray(host.block_tables, np.int32)
+        self.cos, self.sin = as_array(rope.cos), as_array(rope.sin)
+        self.layers = {id(layer): (as_array(layer.keys), as_array(layer.values)) for layer in cache.layers}
+
+    def cuts(self, num_heads: int, threads: int) -> list[tuple[int, int]]:
+        """Ranges of segments with about equal work, one for each thread that is worth waking."""
+        total = int(self._work[-1])
+        parts = max(1, min(threads, total * num_heads // WORTH_A_THREAD, len(self.segments)))
+        bounds = np.searchsorted(self._work, [total * i // parts for i in range(1, parts)]) + 1
+        edges = [0, *bounds.tolist(), len(self.segments)]
+        return [(begin, end) for begin, end in itertools.pairwise(edges) if begin < end]
+
+
+def _segments(host: HostStep) -> NDArray[np.int64]:
+    """[S, 4]: row, first token, number of tokens, position of the first."""
+    pieces = -(-host.num_new // SEGMENT)
+    row = np.repeat(np.arange(host.num_rows), pieces)
+    offset = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * SEGMENT
+    count = np.minimum(SEGMENT, host.num_new[row] - offset)
+    columns = (row, host.query_starts[row] + offset, count, host.first_position[row] + offset)
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+class CompiledCpuOps(CpuOps):
+    def __init__(self, dtype: torch.dtype, numerics: Numerics) -> None:
+        assert dtype in (torch.float32, torch.bfloat16), dtype
+        super().__init__(dtype, numerics)
+        self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attend")  # threads start when needed
+        self._views: dict[int, tuple[Tensor, Array]] = {}
+        self._none = np.zeros(0, np.int16 if dtype == HALF else np.float32)
+        self._no_leaves = np.zeros((0, 0, 0), self._none.dtype)
+
+    def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> RopeTables:
+        return RopeTables(cos_PE.contiguous(), sin_PE.contiguous())
+
+    def begin(self, inputs: StepInputs, cache: KVCache, rope: RopeTables) -> CompiledStep:  # type: ignore[override]
+        return CompiledStep(inputs.host, cache, rope)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x = x_TD.contiguous()
+        normed = torch.empty_like(x)
+        add_norm = compiled.add_norm
+        given = as_array(x)
+        add_norm(self._no_leaves, given, self._view(weight_D), np.float32(eps), given, as_array(normed))
+        return normed
+
+    def add_rms_norm(self, update: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        leaves = update if update.dim() == 3 else update.unsqueeze(0)
+        residual, normed = torch.empty_like(residual_TD), torch.empty_like(residual_TD)
+        compiled.add_norm(
+            as_array(leaves),
+            as_array(residual_TD),
+            self._view(weight_D),
+            np.float32(eps),
+            as_array(residual),
+            as_array(normed),
+        )
+        return normed, residual
+
+    def gated_linear(self, x_TK: Tensor, weight: CpuWeight) -> Tensor:
+        gate_up = matmul(x_TK, weight)
+        out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=self.dtype)
+        compiled.silu_mul(as_array(gate_up), as_array(out))
+        return out
+
+    def row_linear(self, x_TK: Tensor, weight: RowWeight, group: Group) -> Tensor:
+        """[L, T, D], still to be folded, or [1, T, D] where other ranks or a bias had a part in it."""
+        if group.tp > 1 or weight.bias_N is not None:
+            return self._total(x_TK, weight, group).unsqueeze(0)
+        if len(weight.leaves) == 1:
+            return matmul(x_TK, weight.leaves[0]).unsqueeze(0)
+        parts = x_TK.chunk(len(weight.leaves), 1)
+        return torch.stack([matmul(part, leaf) for part, leaf in zip(parts, weight.leaves, strict=True)])
+
+    def qkv_rope_write(  # type: ignore[override]
+        self,
+        qkv_TN: Tensor,
+        norm: QKNorm | None,
+        clip: float | None,
+        shape: HeadShape,
+        cache: LayerCache,
+        step: CompiledStep,
+    ) -> Array:
+        keys, values = step.layers[id(cache)]
+        queries = np.empty((len(qkv_TN), shape.num_heads, shape.head_dim), np.float32)
+        compiled.rope_write(
+            as_array(qkv_TN), shape.num_heads, shape.head_dim,
+            self._none if norm is None else self._view(norm.query),
+            self._none if norm is None else self._view(norm.key),
+            norm is not None, np.float32(0 if norm is None else norm.eps), np.float32(clip or 0),
+            step.cos, step.sin, step.positions, step.places, np.float32(shape.scale), keys, values, queries,
+        )  # fmt: skip
+        return queries
+
+    def attention(self, queries: Array, shape: HeadShape, cache: LayerCache, step: CompiledStep) -> Tensor:  # type: ignore[override]
+        keys, values = step.layers[id(cache)]
+        out = torch.empty(queries.shape, dtype=self.dtype)
+        attend, target = compiled.attend, as_array(out)
+        given: tuple[Any, ...] = (queries, keys, values, step.tables, step.segments, shape.window)
+        first, *others = step.cuts(shape.num_heads, torch.get_num_threads())
+        running = [self._pool.submit(functools.partial(attend, *given), begin, end, target) for begin, end in others]
+        attend(*given, *first, target)
+        for part in running:
+            part.result()
+        return out.view(len(out), -1)
+
+    def warm_up(self, cache_dtype: torch.dtype) -> None:
+        """Compile every loop now, or load it from the compiler's cache, so that no step waits for it."""
+        one = torch.ones(1, 2, dtype=self.dtype)
+        bits, single = as_array(one), np.ones((1, 2), np.float32)
+        cache = as_array(torch.zeros(1, 1, 1, 2, dtype=cache_dtype))
+        for leaves in (bits[None], single[None]):
+            compiled.add_norm(leaves, bits, bits[0], np.float32(1), bits.copy(), bits.copy())
+        compiled.silu_mul(bits, as_array(torch.empty(1, 1, dtype=self.dtype)))
+        queries, place = np.empty((1, 1, 2), np.float32), np.zeros(1, np.int64)
+        compiled.rope_write(
+            as_array(torch.ones(1, 6, dtype=self.dtype)), 1, 2, bits[0], bits[0], False, np.float32(1), np.float32(0),
+            single, single, place, place, np.float32(1), cache, cache.copy(), queries,
+        )  # fmt: skip
+        out = as_array(torch.empty(1, 1, 2, dtype=self.dtype))
+        segments = np.array([[0, 0, 1, 0]], np.int64)
+        compiled.attend(queries, cache, cache.copy(), np.zeros((1, 1), np.int32), segments, 0, 0, 1, out)
+
+    def _view(self, weight: Tensor) -> Array:
+        """The array of a tensor that stays: made once."""
+        known = self._views.get(id(weight))
+        if known is None or known[0] is not weight:
+            known = self._views[id(weight)] = (weight, as_array(weight))
+        return known[1]
