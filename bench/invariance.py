@@ -166,11 +166,16 @@ class Campaign:
         compared = sum(self._expected(name).positions for name in answers)
         tally.count(compared, ["settings", "crowd", "order"], compared)
         tally.requests += len(answers)
-        for name, answer in answers.items():
-            wrong = differing(self._expected(name), answer)
-            if wrong:
-                tally.differing += wrong
-                self._report(driver, deployment, arrivals, name, answer, out)
+        wrong = {name: differing(self._expected(name), answer) for name, answer in answers.items()}
+        tally.differing += sum(wrong.values())
+        for name, count in wrong.items():
+            if count:
+                print(
+                    f"DIFFERS {deployment}: request {name}: {describe(self._expected(name), answers[name])}", flush=True
+                )
+        worst = max(wrong, key=lambda name: wrong[name], default=None)  # what differs most differs most surely again
+        if worst is not None and wrong[worst] and not out.exists():
+            self._reproduce(driver, deployment, arrivals, worst, answers[worst], out)
 
     def _sample(self, size: int) -> list[pb.GenerateRequest]:
         """Some of the requests, some of them more than once: `r7` may come as r7#0 and as r7#1."""
@@ -182,7 +187,7 @@ class Campaign:
     def _expected(self, name: str) -> Answer:
         return self.alone[name.partition("#")[0]]
 
-    def _report(
+    def _reproduce(
         self,
         driver: Driver | EmbeddedDriver,
         deployment: Deployment,
@@ -191,16 +196,12 @@ class Campaign:
         answer: Answer,
         out: Path,
     ) -> None:
-        what = describe(self._expected(name), answer)
-        print(f"DIFFERS {deployment}: request {name}: {what}", flush=True)
-        if out.exists():
-            return
-
         def differs(trial: Sequence[Arrival]) -> bool:
             got = driver.crowd(trial).get(name)
             return got is not None and differing(self._expected(name), got) > 0
 
         smallest = tuple(shrink(arrivals, name, differs))
+        what = describe(self._expected(name), answer)
         Reproducer(self.origin, self.max_len, deployment, smallest, name, what).write(out)
         print(f"reproducer: {out} ({len(smallest)} of {len(arrivals)} requests)", flush=True)
 
