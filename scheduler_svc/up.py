@@ -280,6 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="port 0 takes a free one")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float64; default: the checkpoint's")
+    parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="of keys and values; default: the model's")
     parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker; default: cores / tp")
     return parser
@@ -299,6 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shared = ["--device", options.device, "--numerics", options.numerics]
     if options.dtype:
         shared += ["--dtype", options.dtype]
+    if options.kv_dtype:
+        shared += ["--kv-dtype", options.kv_dtype]
     workers = [
         Child(
             f"lockstep-worker rank {rank}",

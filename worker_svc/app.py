@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of the group")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, with an index if there are several")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: the checkpoint's")
+    parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="of keys and values; default: the model's")
     parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: all cores")
     parser.add_argument("--kv-memory", type=float, metavar="GIB", help="for the KV cache; default: what is sane")
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 tp=options.tp,
                 device=options.device,
                 dtype=options.dtype,
+                kv_dtype=options.kv_dtype,
                 numerics=options.numerics,
                 threads=threads,
                 kv_memory_bytes=None if options.kv_memory is None else int(options.kv_memory * 2**30),

@@ -72,6 +72,8 @@ def _load_runner(config: WorkerConfig) -> Runner:
     )
     logger.info("weights in %.1f s", time.monotonic() - started)
     if config.device.startswith("cuda"):
+        if config.kv_dtype not in (None, str(dtype).removeprefix("torch.")):
+            raise ModelRefused([f"kv dtype {config.kv_dtype} under a model in {dtype} is not supported on cuda"])
         from worker_svc.cuda.runner import load_cuda_runner  # Triton is not there on a machine without a GPU
 
         runner: Runner = load_cuda_runner(config, checked, model)
@@ -124,7 +126,7 @@ def describe(
         kv_dtype=fingerprint.kv_dtype,
         device=config.device,
         memory_bytes=memory_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(spec, shard, dtype.itemsize),
+        kv_bytes_per_token=kv_bytes_per_token(spec, shard, getattr(torch, fingerprint.kv_dtype).itemsize),
         eos_token_ids=eos_token_ids(checked.snapshot, spec),
         bos_token_id=spec.bos_token_id,
         fingerprint=fingerprint.parts(),
@@ -142,7 +144,7 @@ def _cpu_fingerprint(config: WorkerConfig, checked: CheckedSnapshot, dtype: torc
         isa=cpu_isa(),
         arithmetic=str(chosen) if chosen is not None else "library",
         dtype=name,
-        kv_dtype=name,
+        kv_dtype=config.kv_dtype or name,
         leaves=str(checked.spec.leaves),
         torch=torch.__version__,
         triton="none",

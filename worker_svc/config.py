@@ -14,6 +14,7 @@ class WorkerConfig:
     tp: int = 1
     device: str = "cpu"
     dtype: str | None = None
+    kv_dtype: str | None = None  # None: the model's
     numerics: Literal["invariant", "fast"] = "invariant"
     threads: int = 1
     kv_memory_bytes: int | None = None

@@ -14,7 +14,7 @@ import torch
 
 from protos.step import NO_FLOATS, NO_INTS, Description, Floats, GroupConfig, StepBatch, StepResult
 from worker_svc import step_inputs
-from worker_svc.kv_cache import KVCache
+from worker_svc.kv_cache import KVCache, blocks_in
 from worker_svc.models import Decoder
 from worker_svc.parallel.group import Group
 from worker_svc.prompt_scores import PromptScores
@@ -49,15 +49,11 @@ class CpuRunner:
 
     def join(self, config: GroupConfig, group: Group) -> int:
         facts = self._description
-        num_blocks = config.num_blocks or max(1, facts.memory_bytes // (facts.kv_bytes_per_token * config.block_size))
+        spec, shard, dtype = self._model.spec, Shard(group.rank, group.tp), getattr(torch, facts.kv_dtype)
+        fitting = blocks_in(facts.memory_bytes, spec, shard, dtype.itemsize, config.block_size)
+        num_blocks = config.num_blocks or max(1, fitting)
         self._cache = None  # two at once may not fit
-        self._cache = KVCache(
-            self._model.spec,
-            num_blocks,
-            config.block_size,
-            dtype=self._model.ops.dtype,
-            shard=Shard(group.rank, group.tp),
-        )
+        self._cache = KVCache(spec, num_blocks, config.block_size, dtype=dtype, shard=shard)
         self._config = config
         self._group = group
         self._slots = SlotTable(

@@ -25,8 +25,11 @@ class GroupLost(RuntimeError):
 
 
 class Group(Protocol):
-    rank: int
-    tp: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def tp(self) -> int: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[tp, *x.shape], by rank. Shapes are equal on every rank. Raises GroupLost."""
