@@ -167,12 +167,13 @@ def _elements_read(family: Family, spec: ModelSpec, shard: Shard, batch: int) ->
 def table(plan: Plan, hardware: Hardware) -> str:
     """The plan for people: memory as a bar, figures, sequences that fit, step times as bars of their parts."""
     memory = hardware.memory_bytes * hardware.utilisation
+    bar = _bar(((plan.largest_weight_bytes, "W"), (plan.pool_bytes, "k")), memory)
     lines = [
         f"{plan.family}, {plan.parameters / 1e9:.2f} B parameters, tp {plan.tp}",
         f"  weights a rank       {plan.weight_bytes / GIB:8.2f} GiB (largest {plan.largest_weight_bytes / GIB:.2f})",
         f"  KV a token           {plan.kv_bytes_per_token:8,} B, {plan.kv_bytes_per_token_rank:,} B a rank",
         f"  pool a rank          {plan.pool_bytes / GIB:8.2f} GiB = {plan.pool_tokens:,} tokens",
-        f"  memory               [{_bar(((plan.largest_weight_bytes, 'W'), (plan.pool_bytes, 'k')), memory)}] W weights, k KV",
+        f"  memory               [{bar}] W weights, k KV",
         "",
         "  length     sequences that fit",
         *(f"  {length:>7,}   {count:10.2f}" for length, count in plan.sequences.items()),

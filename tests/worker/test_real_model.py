@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct against transformers: real prompts, greedy, on one rank and on three."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.worker import huggingface, jobs
+from tests.worker.rank_pool import RankPool
+from worker_svc.loading.demo_model import cache_folder
+
+FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time there was a",
+    "The three laws of thermodynamics are",
+    "Dear Sir or Madam,",
+    "1, 1, 2, 3, 5, 8,",
+    "Water boils at a temperature of",
+    "The opposite of cold is",
+)
+pytestmark = pytest.mark.skipif(not Path(FOLDER, "config.json").exists(), reason="the demo model is not in the cache")
+
+
+def check(ranks: RankPool, count: int, num_tokens: int, tps: tuple[int, ...]) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    prompts = [tokenizer(text).input_ids for text in PROMPTS[:count]]
+    oracle = huggingface.load(FOLDER)
+    expected = [huggingface.greedy(oracle, prompt, num_tokens) for prompt in prompts]
+    for tp in tps:
+        for answer in ranks.run(tp, jobs.greedy, str(FOLDER), "float32", prompts, num_tokens):
+            assert answer == expected, tp
+
+
+def test_two_prompts(ranks: RankPool) -> None:
+    check(ranks, 2, 16, (1, 3))
+
+
+@pytest.mark.slow
+def test_eight_prompts(ranks: RankPool) -> None:
+    check(ranks, 8, 64, (1, 3))
