@@ -7,7 +7,8 @@ Starts a worker and a scheduler as processes, waits until they serve, warms up, 
 from this process, and writes one JSON a workload and a table beside the peer's figures. A model folder without a
 checkpoint is served with random weights.
 
-Guards, in every run: greedy ids against the fp32 reference (`reference.py`), where no more of them may be wrong than in a
+Guards, in every run: greedy ids against the fp32 reference (`reference.py`), where no more of them may be wrong than
+in a
 plain bf16 pass of torch; and in `invariant` 16 requests of each workload again, alone and without the cache, whose ids
 must be those of the workload. A run that fails one has no figures.
 """
@@ -310,16 +311,19 @@ async def run(
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    rows = ["| model | workload | numerics | tok/s | target | vLLM 0.24 | its invariant mode | seconds | TTFT p50 s | ITL p50/p99 ms | GPU busy % |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    names = ("model", "workload", "numerics", "tok/s", "target", "vLLM 0.24", "its invariant mode", "seconds",
+             "TTFT p50 s", "ITL p50/p99 ms", "GPU busy %")  # fmt: skip
+    rows = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for r in results:
         peer, invariant, target = PEERS.get((r["model"], r["workload"]), (None, None, None))
         speed = r["prompt_tok_s"] if r["workload"].startswith("prefill") else r["out_tok_s"]
         itl = r["inter_token_ms"]
-        rows.append(
-            f"| {r['model']} | {r['workload']} | {r['numerics']} | {speed:,.0f} | {target or ''} | {peer or ''} | {invariant or ''} "
-            f"| {r['seconds']} | {r['ttft_s'].get('p50', '')} | {itl.get('p50', '')} / {itl.get('p99', '')} | {r['gpu_busy_percent']} |"
-        )
+        cells = (
+            r["model"], r["workload"], r["numerics"], f"{speed:,.0f}", target or "", peer or "", invariant or "",
+            r["seconds"], r["ttft_s"].get("p50", ""), f"{itl.get('p50', '')} / {itl.get('p99', '')}",
+            r["gpu_busy_percent"],
+        )  # fmt: skip
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(rows)
 
 

@@ -92,9 +92,8 @@ def report(name: str, steps: int, seconds: float, kernels: list[tuple[str, float
         f"{t / steps:9.1f} us {count[k] / steps:6.1f} x {t / count[k]:8.2f} us  {k[:70]}"
         for k, t in sorted(total.items(), key=lambda kv: -kv[1])[:14]
     ]
-    print(
-        f"== {name}: {seconds * 1e3:.3f} ms a step, profiled busy {100 * busy / (end - begin):.1f} %, {len(kernels) / steps:.0f} kernels a step"
-    )
+    share, each = 100 * busy / (end - begin), len(kernels) / steps
+    print(f"== {name}: {seconds * 1e3:.3f} ms a step, busy {share:.1f} %, {each:.0f} kernels a step")
     print("\n".join(lines), flush=True)
     out[name] = {
         "step_ms": round(seconds * 1e3, 4), "busy_percent": round(100 * busy / (end - begin), 2),
@@ -134,7 +133,7 @@ def main() -> None:
             print(f"== decode {case}: {seconds * 1e3:.3f} ms a step", flush=True)
     for tokens in options.prefill:
 
-        def prefill() -> float:
+        def prefill(tokens: int = tokens) -> float:
             begin = time.perf_counter()
             rows = steps.rows(1, tokens, 0)
             pending = []

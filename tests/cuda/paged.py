@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from worker_svc.cuda.attention import (
     RECORD,
     SHARED_COLUMN,
@@ -82,7 +83,8 @@ class Paged:
         height = tile_tokens(self.shape, tuning)
         tiles = [(r, t) for r, (_, _, new) in enumerate(spans) if new > 1 for t in range(0, new, height)]
         rows = Rows(
-            self.state, self.tables, column([s for s, _, _ in spans]), column(starts), column([first for _, first, _ in spans]),
+            self.state, self.tables, column([s for s, _, _ in spans]), column(starts),
+            column([first for _, first, _ in spans]),
             column([first + 1 if new == 1 else 0 for _, first, new in spans]), column([len(spans)]),
             column([r for r, _ in tiles] or [0]), column([t for _, t in tiles] or [0]), column([len(tiles)]),
             self.groups, column(self.items or [0]), column([len(self.items)]),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.cuda.paged import Paged
 from worker_svc.cuda.attention import Shape, Tuning
 

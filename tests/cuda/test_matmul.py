@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from worker_svc.cuda.matmul import Tile, interleave_gate, linear
 
 TILES = [Tile(16, 32, 32, 2, 2), Tile(64, 32, 64, 2, 4), Tile(64, 64, 32, 2, 4, persistent=True)]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from protos.step import Row, RowSampling, int32s
 from worker_svc.cuda.sampler import Draws, draw
 from worker_svc.cuda.step_state import slot_parameters

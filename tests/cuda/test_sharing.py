@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from protos.step import Row, int32s
 from tests.cuda.paged import Paged
 from worker_svc.cuda.attention import RECORD, SPLITS, Shape, Tuning

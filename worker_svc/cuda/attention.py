@@ -1,15 +1,18 @@
 """Attention over the paged cache, one expression for decode, prefill and any chunk of it.
 
 Knows the expression and the kernels that evaluate it; not who made the work lists. The expression of a query row at
-position p: keys are cut at absolute multiples of SPLIT; in a split an online softmax over steps of STEP keys (loaded as tiles of TILE), scores
+position p: keys are cut at absolute multiples of SPLIT; in a split an online softmax over steps of STEP keys (loaded
+as tiles of TILE), scores
 and sums in fp32, P rounded to the cache's type, row sums taken as an ordered product of P with a unit column; then the
-splits (acc, l, m) are folded in order, and divided once. Nothing else of a step enters it, so decode == prefill == any
+splits (acc, sums, m) are folded in order, and divided once. Nothing else of a step enters it, so decode == prefill ==
+any
 chunking == recompute == cache hit, bit for bit.
 
 Where a compiler might contract a product and a sum or not, the code says fma: every kernel must round alike.
 A key tile in which a row sees nothing is an exact no-op: m stays, a = 1, P = 0.
 
-Legend: T tokens, H query heads, K kv heads, G = H / K, D head width, R rows. The cache of a layer is [blocks, K, block, D].
+Legend: T tokens, H query heads, K kv heads, G = H / K, D head width, R rows. The cache of a layer is [blocks, K,
+block, D].
 """
 
 from dataclasses import dataclass
@@ -60,7 +63,7 @@ def _load_tile(
 
 
 @triton.jit
-def _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, l, acc, KV_HEADS: tl.constexpr,
+def _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, sums, acc, KV_HEADS: tl.constexpr,
                PAGE: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """One step of STEP keys, all seen by every row: one maximum for one or two tiles, keys still added in order."""
     K0 = _load_tile(k_desc, k_ptr, table, first, h, KV_HEADS, PAGE, TILE, D)
@@ -70,7 +73,7 @@ def _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m,
         a = tl.exp2(m - top)
         P0 = tl.exp2(tl.fma(S0, scale, -top[:, None])).to(K0.dtype)
         V0 = _load_tile(v_desc, v_ptr, table, first, h, KV_HEADS, PAGE, TILE, D)
-        l = tl.dot(P0, unit, l * a[:, None])
+        sums = tl.dot(P0, unit, sums * a[:, None])
         acc = tl.dot(P0, V0, acc * a[:, None])
     else:
         K1 = _load_tile(k_desc, k_ptr, table, first + TILE, h, KV_HEADS, PAGE, TILE, D)
@@ -79,13 +82,13 @@ def _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m,
         a = tl.exp2(m - top)
         P0 = tl.exp2(tl.fma(S0, scale, -top[:, None])).to(K0.dtype)
         V0 = _load_tile(v_desc, v_ptr, table, first, h, KV_HEADS, PAGE, TILE, D)
-        l = tl.dot(P0, unit, l * a[:, None])
+        sums = tl.dot(P0, unit, sums * a[:, None])
         acc = tl.dot(P0, V0, acc * a[:, None])
         P1 = tl.exp2(tl.fma(S1, scale, -top[:, None])).to(K0.dtype)
         V1 = _load_tile(v_desc, v_ptr, table, first + TILE, h, KV_HEADS, PAGE, TILE, D)
-        l = tl.dot(P1, unit, l)
+        sums = tl.dot(P1, unit, sums)
         acc = tl.dot(P1, V1, acc)
-    return top, l, acc
+    return top, sums, acc
 
 
 @triton.jit
@@ -106,8 +109,9 @@ def _masked_values(desc, pointer, table, first, h, end, KV_HEADS: tl.constexpr, 
 
 
 @triton.jit
-def _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, low, high, end, unit, scale, m, l, acc,
-                 KV_HEADS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, low, high, end, unit, scale, m, sums, acc,
+                 KV_HEADS: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr,
+                 D: tl.constexpr):  # fmt: skip
     """The same step where rows see keys low .. high of their own; `end` bounds every row's high."""
     S0 = _masked_tile(Q, k_desc, k_ptr, table, first, h, low, high, KV_HEADS, PAGE, TILE, D)
     top = tl.maximum(m, tl.max(S0, 1) * scale)
@@ -118,32 +122,32 @@ def _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, low, high, en
     a = tl.where(top > float("-inf"), tl.exp2(m - safe), 1.0)
     P0 = tl.exp2(tl.fma(S0, scale, -safe[:, None])).to(unit.dtype)
     V0 = _masked_values(v_desc, v_ptr, table, first, h, end, KV_HEADS, PAGE, TILE, D)
-    l = tl.dot(P0, unit, l * a[:, None])
+    sums = tl.dot(P0, unit, sums * a[:, None])
     acc = tl.dot(P0, V0, acc * a[:, None])
     if STEP != TILE:
         P1 = tl.exp2(tl.fma(S1, scale, -safe[:, None])).to(unit.dtype)
         V1 = _masked_values(v_desc, v_ptr, table, first + TILE, h, end, KV_HEADS, PAGE, TILE, D)
-        l = tl.dot(P1, unit, l)
+        sums = tl.dot(P1, unit, sums)
         acc = tl.dot(P1, V1, acc)
-    return top, l, acc
+    return top, sums, acc
 
 
 @triton.jit
-def _fold(M, L, ACC, m, l, acc):
+def _fold(M, L, ACC, m, sums, acc):
     """Add a split to what is folded so far; a split in which the row sees nothing changes nothing."""
     top = tl.maximum(M, m)
     safe = tl.where(top > float("-inf"), top, 0.0)
     a = tl.exp2(M - safe)
     w = tl.exp2(m - safe)
     seen = m > float("-inf")
-    L = tl.where(seen, tl.fma(l, w, L * a), L)
+    L = tl.where(seen, tl.fma(sums, w, L * a), L)
     ACC = tl.where(seen[:, None], tl.fma(acc, w[:, None], ACC * a[:, None]), ACC)
     return top, L, ACC
 
 
 @triton.jit
-def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts, work_row, work_split, work_item, count,
-                WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+def plan_kernel(lengths, rows_ptr, slots, state, state_stride, slot_rows, starts, work_row, work_split, work_item,
+                count, WINDOW: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
                 SHARED: tl.constexpr, SHARED_COLUMN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """The flat list of a step's (row, split) work. Program r writes row r's part; rows of length 0 take no part.
 
@@ -192,7 +196,8 @@ def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, 
                   KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
                   SPLIT: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items, H]."""
+    """Persistent over (item, kv head); partial results by item: part_acc [items, H, D], part_l and part_m [items,
+    H]."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -211,7 +216,7 @@ def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, 
         table = tables + tl.load(slots + row).to(tl.int64) * table_stride
         Q = tl.load(q + (token * KV_HEADS * G + h * G + g)[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M, 16], tl.float32)
+        sums = tl.zeros([BLOCK_M, 16], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         low = 0
         begin = split * SPLIT
@@ -221,14 +226,14 @@ def decode_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, 
             low = tl.maximum(length - WINDOW, 0)
             whole = begin
         for first in range(begin, whole, STEP):
-            m, l, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, l, acc,
+            m, sums, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, sums, acc,
                                    KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
         for first in range(whole, end, STEP):
-            m, l, acc = _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, low + 0 * g, length + 0 * g,
-                                     length, unit, scale, m, l, acc, KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
+            m, sums, acc = _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, low + 0 * g, length + 0 * g,
+                                     length, unit, scale, m, sums, acc, KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
         to = item.to(tl.int64) * KV_HEADS * G + h * G + g
         tl.store(part_acc + to[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
-        tl.store(part_l + to, tl.sum(l, 1), mask=g < G)
+        tl.store(part_l + to, tl.sum(sums, 1), mask=g < G)
         tl.store(part_m + to, m, mask=g < G)
 
 
@@ -278,15 +283,15 @@ def shared_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, member_
         at = tl.maximum(token, 0).to(tl.int64) * KV_HEADS * G + h * G + r % G
         Q = tl.load(q + at[:, None] * D + d[None, :])  # of some row where there is no member: thrown away
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M, 16], tl.float32)
+        sums = tl.zeros([BLOCK_M, 16], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         for first in range(split * SPLIT, split * SPLIT + SPLIT, STEP):
-            m, l, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, l, acc,
+            m, sums, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, sums, acc,
                                    KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
         item = tl.load(member_items + member) + split
         to = item.to(tl.int64) * KV_HEADS * G + h * G + r % G
         tl.store(part_acc + to[:, None] * D + d[None, :], acc, mask=(token >= 0)[:, None])
-        tl.store(part_l + to, tl.sum(l, 1), mask=token >= 0)
+        tl.store(part_l + to, tl.sum(sums, 1), mask=token >= 0)
         tl.store(part_m + to, m, mask=token >= 0)
 
 
@@ -310,17 +315,17 @@ def fold_kernel(part_acc, part_l, part_m, starts, token_of, rows_ptr, out, HEADS
             for i in range(0, end - start):
                 at = (start.to(tl.int64) + i) * HEADS + h
                 acc = tl.load(part_acc + at * D + d)[None, :]
-                l = tl.load(part_l + at + tl.arange(0, 1))
+                sums = tl.load(part_l + at + tl.arange(0, 1))
                 m = tl.load(part_m + at + tl.arange(0, 1))
-                M, L, ACC = _fold(M, L, ACC, m, l, acc)
+                M, L, ACC = _fold(M, L, ACC, m, sums, acc)
             token = tl.load(token_of + row).to(tl.int64)
             result = (ACC / L[:, None]).to(out.dtype.element_ty)
             tl.store(out + (token * HEADS + h) * D + d[None, :], result)
 
 
 @triton.jit
-def prefill_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, query_starts, first_positions, tile_row,
-                   tile_token, count, out, scale,
+def prefill_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots, query_starts, first_positions,
+                   tile_row, tile_token, count, out, scale,
                    KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
                    SPLIT: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
@@ -359,25 +364,25 @@ def prefill_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots,
             whole = (first_row + 1) // SPLIT * SPLIT  # every row sees every key below
         for low in range(begin, whole, SPLIT):
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_M, 16], tl.float32)
+            sums = tl.zeros([BLOCK_M, 16], tl.float32)
             acc = tl.zeros([BLOCK_M, D], tl.float32)
             for first in range(low, low + SPLIT, STEP):
-                m, l, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, l, acc,
+                m, sums, acc = _open_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, unit, scale, m, sums, acc,
                                        KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
             top = tl.maximum(M, m)
             a = tl.exp2(M - top)
             w = tl.exp2(m - top)
-            L = tl.fma(tl.sum(l, 1), w, L * a)
+            L = tl.fma(tl.sum(sums, 1), w, L * a)
             ACC = tl.fma(acc, w[:, None], ACC * a[:, None])
             M = top
         for low in range(whole, end, SPLIT):
             m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            l = tl.zeros([BLOCK_M, 16], tl.float32)
+            sums = tl.zeros([BLOCK_M, 16], tl.float32)
             acc = tl.zeros([BLOCK_M, D], tl.float32)
             for first in range(low, tl.minimum(low + SPLIT, end), STEP):
-                m, l, acc = _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, oldest, position + 1, end,
-                                         unit, scale, m, l, acc, KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
-            M, L, ACC = _fold(M, L, ACC, m, tl.sum(l, 1), acc)
+                m, sums, acc = _masked_step(Q, k_desc, k_ptr, v_desc, v_ptr, table, first, h, oldest, position + 1, end,
+                                         unit, scale, m, sums, acc, KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
+            M, L, ACC = _fold(M, L, ACC, m, tl.sum(sums, 1), acc)
         result = ACC / tl.where(L > 0.0, L, 1.0)[:, None]
         tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=(token < new)[:, None])
 
@@ -432,17 +437,20 @@ class Work:
     def __init__(self, shape: Shape, max_rows: int, max_len: int, device: torch.device | str) -> None:
         self.max_splits = -(-max_len // SPLIT)
         items = max_rows * self.max_splits
-        integers = {"dtype": torch.int32, "device": device}
-        self.starts = torch.zeros(max_rows + 1, **integers)
-        self.work_row = torch.zeros(items, **integers)
-        self.work_split = torch.zeros(items, **integers)
-        self.work_item = torch.zeros(items, **integers)
-        self.slot_rows = torch.zeros(max_rows, **integers)
-        self.member_tokens = torch.zeros(max_rows, MEMBERS, **integers)
-        self.member_items = torch.zeros(max_rows, MEMBERS, **integers)
-        self.count = torch.zeros(1, **integers)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.starts = integers(max_rows + 1)
+        self.work_row = integers(items)
+        self.work_split = integers(items)
+        self.work_item = integers(items)
+        self.slot_rows = integers(max_rows)
+        self.member_tokens = integers(max_rows, MEMBERS)
+        self.member_items = integers(max_rows, MEMBERS)
+        self.count = integers(1)
         self.acc = torch.empty(items, shape.heads, shape.head_dim, device=device)
-        self.l = torch.empty(items, shape.heads, device=device)
+        self.sums = torch.empty(items, shape.heads, device=device)
         self.m = torch.empty(items, shape.heads, device=device)
 
 
@@ -479,19 +487,21 @@ def decode(
     shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work, out: torch.Tensor,
     max_rows: int, tuning: Tuning, *, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is kept."""
+    """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is
+    kept."""
     group = shape.heads // shape.kv_heads
     programs = tuning.decode_programs if q.is_cuda else 3
     decode_kernel[(programs,)](
         q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0), rows.row_slots,
-        rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.work_item, work.count, work.acc, work.l, work.m,
+        rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.work_item, work.count,
+        work.acc, work.sums, work.m,
         LOG2E / shape.head_dim**0.5,
         KV_HEADS=shape.kv_heads, G=group, D=shape.head_dim, PAGE=shape.block_size, WINDOW=shape.window, SPLIT=SPLIT,
         STEP=STEP, TILE=TILE, BLOCK_M=max(16, triton.next_power_of_2(group)), DEPENDENT=dependent,
         **_options(tuning.decode_warps, tuning.decode_stages, dependent),
     )  # fmt: skip
     fold_kernel[(max_rows, shape.heads)](
-        work.acc, work.l, work.m, work.starts, rows.query_starts, rows.num_rows, out,
+        work.acc, work.sums, work.m, work.starts, rows.query_starts, rows.num_rows, out,
         HEADS=shape.heads, D=shape.head_dim, DEPENDENT=dependent, **_options(1, 1, dependent),
     )  # fmt: skip
 
@@ -504,7 +514,8 @@ def decode_shared(
     group = shape.heads // shape.kv_heads
     shared_kernel[(tuning.shared_programs if q.is_cuda else 3,)](
         q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0),
-        work.member_tokens, work.member_items, rows.groups, rows.shared_items, rows.num_shared_items, work.acc, work.l, work.m, LOG2E / shape.head_dim**0.5,
+        work.member_tokens, work.member_items, rows.groups, rows.shared_items, rows.num_shared_items,
+        work.acc, work.sums, work.m, LOG2E / shape.head_dim**0.5,
         KV_HEADS=shape.kv_heads, G=group, D=shape.head_dim, PAGE=shape.block_size, SPLIT=SPLIT, STEP=STEP, TILE=TILE,
         BLOCK_M=max(16, triton.next_power_of_2(MEMBERS * group)), MEMBERS=MEMBERS, RECORD=RECORD, SPLITS=SPLITS,
         DEPENDENT=dependent, **_options(tuning.shared_warps, tuning.shared_stages, dependent),

@@ -1,6 +1,7 @@
 """A step captured as a CUDA graph, one a bucket, all from one pool of memory.
 
-Knows what a step launches, from unpacking its message to advancing the step counter, and which bucket serves which step.
+Knows what a step launches, from unpacking its message to advancing the step counter, and which bucket serves which
+step.
 A bucket bounds the launch, not the work: kernels read the step's counts from the device, so a step in a larger bucket
 costs a few empty programs and has the same bits. Decode buckets serve steps in which every row has one new token, mixed
 buckets all others.
@@ -14,19 +15,12 @@ import torch
 from torch import Tensor
 
 from worker_svc.cuda import attention
-from worker_svc.cuda.ops import CudaInputs, CudaOps
+from worker_svc.cuda.ops import CudaInputs, CudaOps, Extent
 from worker_svc.cuda.sampler import Draws, draw
 from worker_svc.cuda.step_state import StepState
 from worker_svc.kv_cache import KVCache
 from worker_svc.models.decoder import Decoder
 from worker_svc.parallel.group import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """What a forward pass asks the host about: how far positions may reach."""
-
-    max_position: int
 
 
 @dataclass(frozen=True, slots=True)

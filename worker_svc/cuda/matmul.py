@@ -160,7 +160,7 @@ def many_rows_kernel(
             y_desc.store([m0, n0], acc.to(y_desc.dtype))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def processors(device_index: int) -> int:
     """Streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)

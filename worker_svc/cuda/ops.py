@@ -29,9 +29,9 @@ from worker_svc.ops.base import HeadShape, QKNorm, Router
 from worker_svc.ops.leaves import LeafPart, fold
 from worker_svc.parallel.group import Group
 from worker_svc.spec import ModelRefused
-from worker_svc.step_inputs import HostStep
 
 FEW_ROWS = 128  # decodes up to it are launched dependently
+NO_EXPERTS = "a mixture of experts does not run on --device cuda, only on cpu"
 ROPE_GROUP, ROPE_WARPS = 8, 4  # heads a program; part of the expression of a q/k norm
 
 
@@ -51,11 +51,18 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """What a forward pass asks the host about: how far positions may reach."""
+
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
 class CudaInputs:
     """What `StepInputs` is on CUDA: the bucket of a step whose facts are in `state`."""
 
     token_ids_T: Tensor
-    host: HostStep  # of a step as large as any that will run; only its highest position is asked for
+    host: Extent  # of a step as large as any that will run
     state: StepState
     work: Work
     max_rows: int
@@ -96,7 +103,10 @@ class CudaOps:
         return CudaWeight(interleave_gate(weight_NK), gated=True)
 
     def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> CudaWeight:
-        raise ModelRefused(["a mixture of experts does not run on --device cuda, only on cpu"])
+        raise ModelRefused([NO_EXPERTS])
+
+    def prepare_router(self, weight_XD: Tensor) -> CudaWeight:
+        raise ModelRefused([NO_EXPERTS])
 
     def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> Rope:
         return Rope(cos_PE.contiguous(), sin_PE.contiguous())

@@ -1,7 +1,8 @@
 """The runner on CUDA: a step is one graph launch; `result` waits for its event and reads pinned memory.
 
 Knows the order of a step's parts and the two ways a row is drawn: rows that only ask for a temperature (and perhaps for
-the drawn token's logprob) by the graph's own kernels, so that the next step may follow before this one is seen; rows that
+the drawn token's logprob) by the graph's own kernels, so that the next step may follow before this one is seen; rows
+that
 ask for more by `worker_svc.sampling` from the graph's logits, which waits for the device. Which way is a fact of the
 row, never of the batch. Does not know kernels. Invariant: at most RING - 2 steps are unresolved, so no entry of the
 rings is written while it is read.
@@ -111,7 +112,7 @@ class CudaRunner:
         self._use_graphs = graphs
         self._graphs: StepGraphs | None = None
         self._cache: KVCache | None = None
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def describe(self) -> Description:
         return self._description
@@ -164,12 +165,14 @@ class CudaRunner:
         self._unresolved: deque[Pending] = deque()
         logger.info(
             "epoch %d: kernels in %.1f s, graphs in %.1f s, graphs and steps take %.2f GiB, %d blocks of %d tokens",
-            config.epoch, warmed - started, time.monotonic() - warmed, step_bytes / 2**30, num_blocks, config.block_size,
+            config.epoch, warmed - started, time.monotonic() - warmed, step_bytes / 2**30, num_blocks,
+            config.block_size,
         )  # fmt: skip
         return num_blocks
 
     def _num_blocks(self, free_bytes: int, shard: Shard) -> int:
-        """As many as asked for, if they fit: whoever asks has seen memory without graphs. A few fewer always fit again."""
+        """As many as asked for, if they fit: whoever asks has seen memory without graphs. A few fewer always fit
+        again."""
         asked = self._config.num_blocks
 
         def fit(memory_bytes: int) -> int:
@@ -243,7 +246,7 @@ class CudaRunner:
                 drawn, logits = self._draw(logits_SV, places, slots[places])
                 tokens[places] = np.maximum(drawn.token_ids, 0)
             self._slots.drawn(plan, tokens)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return Pending(
             batch, event, entry, self._state.out_host[entry], len(slots), slots, scores, places, drawn, logits,
             at_scheduler,

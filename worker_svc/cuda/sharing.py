@@ -1,10 +1,12 @@
-"""Which rows read the same keys: groups of slots whose block tables begin alike (samples of one prompt, a system prompt).
+"""Which rows read the same keys: groups of slots whose block tables begin alike (samples of one prompt, a system
+prompt).
 
 Knows block tables as they are introduced; does not know kernels. A group's leading splits are read once for all of its
 rows, which changes no bit: the rows of a product do not know each other. Invariant: every slot of a group has the
 group's blocks in each of its `splits` leading splits, and has computed all of them before it decodes.
 
-On the device a group is a record of RECORD integers (number of splits, then its slots, -1 where none), and `items` lists
+On the device a group is a record of RECORD integers (number of splits, then its slots, -1 where none), and `items`
+lists
 (group, split) as group * SPLITS + split.
 """
 
@@ -86,7 +88,9 @@ class Sharing:
     def table(self) -> tuple[dict[int, int], Int32s, Int32s]:
         """(shared splits of every slot in a group, [groups, RECORD] with group numbers first, items)."""
         groups = [group for groups in self._by_key.values() for group in groups]
-        shared, records, items = {}, [], []
+        shared: dict[int, int] = {}
+        records: list[Int32s] = []
+        items: list[int] = []
         for group in groups:
             if len(items) + group.splits > self._max_items:
                 break

@@ -1,7 +1,8 @@
 """What the device knows of slots and of the step at hand, and the message that tells it.
 
 Host and device meet in two rings of pinned memory: the launch thread writes a step's *message* into the next entry of
-one, the step's first kernel reads it from there (and sends no copy command), and the draw writes tokens into the other. A
+one, the step's first kernel reads it from there (and sends no copy command), and the draw writes tokens into the
+other. A
 counter on the device says which entry is next, so that a captured step finds its message; it advances once a step.
 
 The slot state is one int32 table [slots, PARAMETERS + blocks]; columns:
@@ -9,7 +10,8 @@ The slot state is one int32 table [slots, PARAMETERS + blocks]; columns:
     0 last token    1 temperature bits, 0 greedy    2 report temperature bits, 0: no logprob    3, 4 seed low, high
     5 choice        6 prompt length                 7 splits that a group reads (sharing.py)    8.. block table
 
-Behind the slots, in the same storage, lie the records of groups, the list of their items and its length. A message changes all of it by (flat index, value) pairs, applied before anything of the step is read. Everything else of a step
+Behind the slots, in the same storage, lie the records of groups, the list of their items and its length. A message
+changes all of it by (flat index, value) pairs, applied before anything of the step is read. Everything else of a step
 that the device needs is derived from the message by `unpack_kernel`: token ids (-1: the slot's last token), positions,
 the slot of each token.
 """
@@ -157,7 +159,8 @@ class StepState:
 
     Columns are views with stable addresses: `row_slots`, `first_positions`, `query_starts`, `decode_lengths`,
     `sample_tokens`, `sample_slots`, `sample_indices` [rows], `tile_rows`, `tile_tokens` [tiles], `token_ids`,
-    `token_slots`, `positions` [tokens]; counts `num_tokens`, `num_rows`, `num_samples`, `num_tiles` [1], and `entry` [1] of the rings.
+    `token_slots`, `positions` [tokens]; counts `num_tokens`, `num_rows`, `num_samples`, `num_tiles` [1], and `entry`
+    [1] of the rings.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device | str) -> None:
@@ -204,8 +207,8 @@ class StepState:
             self._messages, self.step, self._messages.stride(0), RING, self._message, self.state, self.state.stride(0),
             ROW_COLUMNS=len(ROW_COLUMNS), ROW_WIDTH=at["first_positions"] - at["row_slots"], FIRST_ROW=at["row_slots"],
             TILE_ROWS=at["tile_rows"], TILE_TOKENS=at["tile_tokens"], TOKEN_IDS=at["token_ids"],
-            TOKEN_SLOTS=at["token_slots"], POSITIONS=at["positions"], PAIRS=at["pairs"], BLOCK=256, HEADER=HEADER, ENTRY=ENTRY,
-            DEPENDENT=dependent, num_warps=4, **options,
+            TOKEN_SLOTS=at["token_slots"], POSITIONS=at["positions"], PAIRS=at["pairs"], BLOCK=256, HEADER=HEADER,
+            ENTRY=ENTRY, DEPENDENT=dependent, num_warps=4, **options,
         )  # fmt: skip
 
     def write(self, plan: StepPlan, pairs: "Pairs", tile_tokens: int) -> int:

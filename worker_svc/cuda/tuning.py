@@ -1,4 +1,5 @@
-"""Which tile a product gets: a table a device in `tuned/`, made by `bench/tune_cuda.py`, and a rule where it has no entry.
+"""Which tile a product gets: a table a device in `tuned/`, made by `bench/tune_cuda.py`, and a rule where it has no
+entry.
 
 Knows shapes and files. Nothing here can change a bit (`matmul.py`), so a table may be remade at any time.
 """
@@ -22,7 +23,7 @@ def key(n: int, k: int, bucket: int, gated: bool) -> str:
     return f"{n}x{k}{'g' if gated else ''}@{bucket}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table(device_name: str) -> dict[str, Tile]:
     """Tiles by `key`; empty for a device that nobody has tuned for."""
     path = FOLDER / f"{device_name.lower().replace(' ', '_')}.json"
