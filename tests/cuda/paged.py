@@ -81,7 +81,9 @@ class Paged:
         for _, _, new in spans:
             starts.append(starts[-1] + new)
         height = tile_tokens(self.shape, tuning)
-        tiles = [(r, t) for r, (_, _, new) in enumerate(spans) if new > 1 for t in range(0, new, height)]
+        tiles = [(r, t) for r, (_, _, new) in enumerate(spans) if new > 1 for t in range(0, new, height)][
+            ::-1
+        ]  # as in a step: late first
         rows = Rows(
             self.state, self.tables, column([s for s, _, _ in spans]), column(starts),
             column([first for _, first, _ in spans]),

@@ -6,7 +6,7 @@ import torch
 from tests.cuda.paged import Paged
 from worker_svc.cuda.attention import Shape, Tuning
 
-SHAPES = [Shape(4, 2, 32, 64), Shape(4, 1, 32, 16), Shape(2, 2, 32, 64, window=100)]
+SHAPES = [Shape(4, 2, 32, 64), Shape(4, 1, 32, 16), Shape(2, 2, 32, 64, window=100), Shape(6, 2, 32, 64)]
 TUNING = Tuning(prefill_block_m=32)
 SPANS = [
     ([(0, 0, 1), (1, 299, 1), (2, 256, 1)], "decode"),
@@ -20,7 +20,7 @@ def close(out: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("spans", [s for s, _ in SPANS], ids=[name for _, name in SPANS])
-@pytest.mark.parametrize("shape", SHAPES, ids=["pages", "small pages", "window"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["pages", "small pages", "window", "three heads a kv head"])
 def test_attention_is_right(shape: Shape, spans: list[tuple[int, int, int]], device: str, dtype: torch.dtype) -> None:
     paged = Paged(shape, [5, 300, 261], device, dtype)
     assert close(paged.run(spans, TUNING), paged.reference(spans))

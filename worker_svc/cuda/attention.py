@@ -345,9 +345,10 @@ def prefill_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots,
         r = tl.arange(0, BLOCK_M)
         d = tl.arange(0, D)
         token = token0 + r // G
+        live = (token < new) & (r // G < BLOCK_M // G)  # G need not divide the tile: its last rows are then nobody's
         position = context + token
         at = (start + token).to(tl.int64) * KV_HEADS * G + h * G + r % G
-        Q = tl.load(q + at[:, None] * D + d[None, :], mask=(token < new)[:, None], other=0.0)
+        Q = tl.load(q + at[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
         unit = _unit_column(TILE, k_ptr.dtype.element_ty)
         first_row = context + token0
         end = context + tl.minimum(token0 + BLOCK_M // G, new)
@@ -384,7 +385,7 @@ def prefill_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, slots,
                                          unit, scale, m, sums, acc, KV_HEADS, PAGE, STEP, TILE, D)  # fmt: skip
             M, L, ACC = _fold(M, L, ACC, m, tl.sum(sums, 1), acc)
         result = ACC / tl.where(L > 0.0, L, 1.0)[:, None]
-        tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=(token < new)[:, None])
+        tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=live[:, None])
 
 
 @dataclass(frozen=True, slots=True)

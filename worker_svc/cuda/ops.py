@@ -96,6 +96,9 @@ class CudaOps:
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CudaWeight:
         return CudaWeight(weight_NK, bias_N)
 
+    def prepare_head(self, weight_VD: Tensor, tied: bool) -> CudaWeight:
+        return self.prepare_column(weight_VD, None)
+
     def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> CudaWeight:
         return CudaWeight(weight_NK, bias_N)
 
