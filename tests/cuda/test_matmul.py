@@ -42,3 +42,11 @@ def test_a_wrong_interleaving_would_be_seen(device: str, dtype: torch.dtype) -> 
     linear(x, gate_up, out, torch.tensor([4], dtype=torch.int32, device=device), TILES[0], gated=True)
     gate, up = (x.double() @ gate_up.double().T).chunk(2, 1)
     assert not close(out, gate * torch.sigmoid(gate) * up)
+
+
+def test_outputs_of_any_width_are_right(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    w = torch.randn(77, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    out = torch.full((20, 77), float("nan"), device=device)
+    linear(x, w, out, torch.tensor([20], dtype=torch.int32, device=device), TILES[2])
+    assert close(out, x.double() @ w.double().T)

@@ -14,7 +14,7 @@ bits as a product, then `activation.silu_mul`.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -188,6 +188,8 @@ def linear(
     """
     height, k = x.shape
     n = w.shape[0]
+    if tile.persistent and out.stride(0) * out.element_size() % 16:
+        tile = replace(tile, persistent=False)  # the copy engine stores rows at multiples of 16 bytes only
     x_desc = TensorDescriptor(x, [height, k], [x.stride(0), 1], [tile.block_m, tile.block_k])
     w_desc = TensorDescriptor(w, [n, k], [w.stride(0), 1], [tile.block_n, tile.block_k])
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
