@@ -1,5 +1,7 @@
 """SmolLM2-135M-Instruct against transformers: real prompts, greedy, on one rank and on three."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,33 @@ def test_two_prompts(ranks: RankPool) -> None:
 @pytest.mark.slow
 def test_eight_prompts(ranks: RankPool) -> None:
     check(ranks, 8, 64, (1, 3))
+
+
+MEASURE = """
+import re, sys, threading, time
+import torch
+from worker_svc.models.load import load_model, make_ops
+def anonymous() -> int:
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+make_ops(torch.bfloat16, "invariant", torch.device("cpu"))  # the self-test's and the compiler's memory is not loading
+before, peak, done = anonymous(), 0, False
+def watch() -> None:
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(sys.argv[1], rank=0, tp=int(sys.argv[2]), dtype="bfloat16")
+done = True
+watcher.join()
+print(peak - before, model.bytes_read)
+"""
+
+
+@pytest.mark.parametrize("tp", (1, 3))
+def test_a_rank_takes_its_shard_and_little_more(tp: int) -> None:
+    """Peak anonymous memory while loading, against the shard's bytes and 64 MiB."""
+    command = [sys.executable, "-c", MEASURE, str(FOLDER), str(tp)]
+    peak, shard = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert 0.9 * shard < peak < shard + (64 << 20)

@@ -43,7 +43,7 @@ class Vocabulary:
             self._bind_head(ops, table_VD)
 
     def _bind_head(self, ops: Ops, weight_VD: Tensor) -> None:
-        self.head = ops.prepare_column(weight_VD, None)
+        self.head = ops.prepare_head(weight_VD, self._spec.tied_head)
 
     def embed(self, ops: Ops, ids_T: Tensor, group: Group) -> Tensor:
         rows = ops.embed(ids_T, self.table, self._ids.start)

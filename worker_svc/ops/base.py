@@ -62,7 +62,11 @@ class Ops(Protocol):
     dtype: torch.dtype  # of weights and activations
 
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> Weight:
-        """K in order, one accumulator. Also for the head."""
+        """K in order, one accumulator."""
+        ...
+
+    def prepare_head(self, weight_VD: Tensor, tied: bool) -> Weight:
+        """Like a column weight; a tied one is the embedding too and is not held twice."""
         ...
 
     def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> Weight:

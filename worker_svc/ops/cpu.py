@@ -80,6 +80,10 @@ class CpuOps:
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CpuWeight:
         return prepare(weight_NK, bias_N, self.numerics.matmul)
 
+    def prepare_head(self, weight_VD: Tensor, tied: bool) -> CpuWeight:
+        chosen = self.numerics
+        return prepare(weight_VD, None, (chosen.tied_head if tied else None) or chosen.matmul)
+
     def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> RowWeight:
         leaves = weight_NK.chunk(part.count if self.numerics.leaves else 1, 1)
         prepared = tuple(prepare(leaf.contiguous(), None, self.numerics.matmul) for leaf in leaves)

@@ -40,12 +40,14 @@ class Numerics:
     attention_tiles: bool  # whether prefill may attend many queries in one product
     across_tp: bool = True  # whether a shard of the columns gives the bits of the whole
     row_steps: Literal["compiled", "torch"] = "torch"  # norms, rotation, activation and attention
+    tied_head: MatmulPath | None = None  # of a head that is the embedding too and not held twice; None: as `matmul`
     leaves: bool = True  # row-parallel sums by leaves; False (`fast`): one product a rank, the library's all-reduce
 
     def __str__(self) -> str:
         tiles = "" if self.attention_tiles else "-single"
         steps = "compiled" if self.row_steps == "compiled" else f"torch-rows{self.attention_rows}{tiles}"
-        return f"{self.matmul}/{steps}" + ("" if self.across_tp else "/one-tp")
+        head = "" if self.tied_head in (None, self.matmul) else f"/tied-{self.tied_head}"
+        return f"{self.matmul}/{steps}{head}" + ("" if self.across_tp else "/one-tp")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -83,14 +85,16 @@ def probe(dtype: torch.dtype) -> Numerics:
             path = next((path for path in _candidates(dtype) if matmul_is_invariant(dtype, path, shards=())), None)
         if path is None:
             raise NotInvariant(f"no matmul path keeps the bits of a row in {dtype} on this machine")
+        plain = (other for other in _candidates(dtype) if other.library != "packed")
+        tied = path if path.library != "packed" else next((p for p in plain if matmul_is_invariant(dtype, p)), path)
         if _compiled_serves(dtype):
             # Compiled loops state their order themselves; there is nothing to ask.
-            return Numerics(path, 1, True, across_tp, "compiled")
+            return Numerics(path, 1, True, across_tp, "compiled", tied)
         rows, tiles = _attention(accumulator(dtype))
         for name, holds in _elementwise(dtype).items():
             if not holds:
                 raise NotInvariant(f"{name} depends on its neighbours in {dtype} on this machine")
-    return Numerics(path, rows, tiles, across_tp)
+    return Numerics(path, rows, tiles, across_tp, tied_head=tied)
 
 
 @cache
@@ -109,7 +113,9 @@ def fastest(dtype: torch.dtype) -> Numerics:
                 matmul(x, weight)
                 took[path] = min(took.get(path, math.inf), time.perf_counter() - start)
     steps: Literal["compiled", "torch"] = "compiled" if _compiled_serves(dtype) else "torch"
-    return Numerics(min(took, key=lambda path: took[path]), 4, True, False, steps, leaves=False)
+    ranked = sorted(took, key=lambda path: took[path])
+    tied = next((path for path in ranked if path.library != "packed"), ranked[0])
+    return Numerics(ranked[0], 4, True, False, steps, tied, leaves=False)
 
 
 def _compiled_serves(dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ Invariant (any path that passed the probe): row i of `matmul(x, w)` depends on r
     blas     torch's own product (MKL where torch has it; for bfloat16 that is oneDNN again)
 
 Rows are padded with zeros to a multiple of `row_multiple`; with `row_tile` the library only ever sees that many.
-Outputs are padded to a multiple of OUTPUT_MULTIPLE at load: a product with one column takes another way than a matrix.
+Fewer outputs than MINIMUM_OUTPUTS are padded at load: a product with one column takes another way than a matrix.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OUTPUT_MULTIPLE = 16
+MINIMUM_OUTPUTS = 16
 Library = Literal["packed", "onednn", "blas"]
 
 
@@ -52,7 +52,8 @@ def onednn_available(dtype: torch.dtype) -> bool:
 
 def prepare(weight_NK: Tensor, bias_N: Tensor | None, path: MatmulPath) -> CpuWeight:
     data = weight_NK
-    if spare := -len(weight_NK) % OUTPUT_MULTIPLE:
+    if 0 < len(weight_NK) < MINIMUM_OUTPUTS:
+        spare = MINIMUM_OUTPUTS - len(weight_NK)
         data = F.pad(weight_NK, (0, 0, 0, spare))
         bias_N = bias_N if bias_N is None else F.pad(bias_N, (0, spare))
     if path.library == "packed" and weight_NK.numel():
