@@ -1,10 +1,10 @@
 """A dense decoder in plain fp32 torch, one prompt at a time, as the reference that greedy ids are held against.
 
-Knows the random weights of `worker_svc.loading.random_weights` (or a checkpoint's tensors) by their names, and nothing
-of
-the engine's layers. The question it answers is teacher-forced: given the ids so far, which id is the likeliest, and by
-how much? An engine in bf16 should differ only where the two likeliest logits are within two bf16 steps of each other; a
-random model of many layers amplifies roundings, so a plain bf16 pass of torch says how often that fails by itself.
+Knows the random weights of `worker_svc.loading.random_weights` (or a checkpoint's tensors) by their names, and
+nothing of the engine's layers. The question it answers is teacher-forced: given the ids so far, which id is the
+likeliest, and by how much? An engine in bf16 should differ only where the two likeliest logits are within two bf16
+steps of each other; a random model of many layers amplifies roundings, so a plain bf16 pass of torch says how often
+that fails by itself.
 """
 
 import json

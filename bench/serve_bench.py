@@ -7,10 +7,9 @@ Starts a worker and a scheduler as processes, waits until they serve, warms up, 
 from this process, and writes one JSON a workload and a table beside the peer's figures. A model folder without a
 checkpoint is served with random weights.
 
-Guards, in every run: greedy ids against the fp32 reference (`reference.py`), where no more of them may be wrong than
-in a
-plain bf16 pass of torch; and in `invariant` 16 requests of each workload again, alone and without the cache, whose ids
-must be those of the workload. A run that fails one has no figures.
+Guards, in every run: greedy ids against the fp32 reference (`reference.py`), where no more of them may be wrong than in
+a plain bf16 pass of torch; and in `invariant` 16 requests of each workload again, alone and without the cache, whose
+ids must be those of the workload. A run that fails one has no figures.
 """
 
 import argparse

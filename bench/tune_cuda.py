@@ -2,10 +2,9 @@
 
     python bench/tune_cuda.py --model bench/configs/qwen3-8b bench/configs/qwen3-0.6b
 
-Every candidate of a shape is timed in a CUDA graph over weights that do not fit the cache together, launches depending
-on
-one another as in a step. Before it is timed a candidate must give the bits of the first: a tile that did not would be
-dropped with a complaint, since a table must never change a bit. Takes one to two minutes for two models.
+Every candidate of a shape is timed in a CUDA graph over weights that do not fit the cache together, launches
+depending on one another as in a step. Before it is timed a candidate must give the bits of the first: a tile that did
+not would be dropped with a complaint, since a table must never change a bit. Takes one to two minutes for two models.
 """
 
 import argparse

@@ -97,9 +97,8 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                       NORM: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds. Queries go to q_out, normed (when
-    NORM) and rotated, keys and values to the token's place in the cache, unless its slot is negative. Rotation pairs d
-    with
-    d + D / 2.
+    NORM) and rotated, keys and values to the token's place in the cache, unless its slot is negative. Rotation pairs
+    d with d + D / 2.
     """
     if DEPENDENT:
         gdc_launch_dependents()

@@ -1,11 +1,10 @@
 """The runner on CUDA: a step is one graph launch; `result` waits for its event and reads pinned memory.
 
-Knows the order of a step's parts and the two ways a row is drawn: rows that only ask for a temperature (and perhaps for
-the drawn token's logprob) by the graph's own kernels, so that the next step may follow before this one is seen; rows
-that
-ask for more by `worker_svc.sampling` from the graph's logits, which waits for the device. Which way is a fact of the
-row, never of the batch. Does not know kernels. Invariant: at most RING - 2 steps are unresolved, so no entry of the
-rings is written while it is read.
+Knows the order of a step's parts and the two ways a row is drawn: rows that only ask for a temperature (and perhaps
+for the drawn token's logprob) by the graph's own kernels, so that the next step may follow before this one is seen;
+rows that ask for more by `worker_svc.sampling` from the graph's logits, which waits for the device. Which way is a
+fact of the row, never of the batch. Does not know kernels. Invariant: at most RING - 2 steps are unresolved, so no
+entry of the rings is written while it is read.
 
 Legend: S sampling rows, P prompt positions to score, V vocabulary.
 """

@@ -7,8 +7,7 @@ scheduler; the tokens are the same, because both take
     argmax over ids of (z - maximum) / T + g,   g = -log(-log(u)),   u from the counter (worker_svc/sampling/philox.py)
 
 in double precision, ties to the lower id. The first kernel scores every id in single precision, whose error is far
-below
-MARGIN; the second scores the ids of each 1024-id block that comes within MARGIN of the best again, in double.
+below MARGIN; the second scores the ids of each 1024-id block that comes within MARGIN of the best again, in double.
 
 Log-sum-exp: fixed 1024-id blocks in fp32, folded in double by one fixed tree. A row holding NaN or +inf draws -1.
 """
@@ -79,8 +78,7 @@ def draw_kernel(logits, vocabulary, count_ptr, sample_slots, sample_indices, sta
                 best_score, block_maximum, block_sum, out, out_stride, entry_ptr, step_ptr,
                 BLOCKS: tl.constexpr, BLOCKS_UP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
                 DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program row: its token to state[slot, 0] and to out[entry, row]; its logprob (fp32 bits) to out[entry, ROWS +
-    row].
+    """Program row: its token to state[slot, 0] and to out[entry, row]; its logprob's bits to out[entry, ROWS + row].
     Program 0 advances the step counter, which nobody else reads here.
     """
     if DEPENDENT:

@@ -6,8 +6,7 @@ rows, which changes no bit: the rows of a product do not know each other. Invari
 group's blocks in each of its `splits` leading splits, and has computed all of them before it decodes.
 
 On the device a group is a record of RECORD integers (number of splits, then its slots, -1 where none), and `items`
-lists
-(group, split) as group * SPLITS + split.
+lists (group, split) as group * SPLITS + split.
 """
 
 from dataclasses import dataclass, field

@@ -12,8 +12,8 @@ The slot state is one int32 table [slots, PARAMETERS + blocks]; columns:
 
 Behind the slots, in the same storage, lie the records of groups, the list of their items and its length. A message
 changes all of it by (flat index, value) pairs, applied before anything of the step is read. Everything else of a step
-that the device needs is derived from the message by `unpack_kernel`: token ids (-1: the slot's last token), positions,
-the slot of each token.
+that the device needs is derived from the message by `unpack_kernel`: token ids (-1: the slot's last token),
+positions, the slot of each token.
 """
 
 from collections.abc import Iterable, Sequence
