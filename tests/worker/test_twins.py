@@ -24,7 +24,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[torch.dtype], C
     invariance.probe.cache_clear()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float32, 1e-4), (torch.bfloat16, 0.1)))
+@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float32, 1e-4), (torch.bfloat16, 0.3)))
 @pytest.mark.parametrize("family", ("llama", "qwen3", "olmoe", "mistral"))
 def test_twins_agree(
     family: str, dtype: torch.dtype, tolerance: float, tiny: Callable[..., Path], plain: Callable[..., CpuOps]
