@@ -24,8 +24,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[torch.dtype], C
     invariance.probe.cache_clear()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float32, 1e-4), (torch.bfloat16, 0.3)))
-@pytest.mark.parametrize("family", ("llama", "qwen3", "olmoe", "mistral"))
+# A mixture is compared in float32 only: in bfloat16 a router's near ties fall otherwise, and whole rows move.
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [(family, torch.float32, 1e-4) for family in ("llama", "qwen3", "olmoe", "mistral")]
+    + [(family, torch.bfloat16, 0.1) for family in ("llama", "qwen3", "mistral")],
+)
 def test_twins_agree(
     family: str, dtype: torch.dtype, tolerance: float, tiny: Callable[..., Path], plain: Callable[..., CpuOps]
 ) -> None:
