@@ -70,7 +70,7 @@ class SmallEngine:
         for rank in range(tp):
             ops = plain_ops(getattr(torch, dtype)) if plain else None
             model = load_model(folder, rank=rank, tp=tp, dtype=dtype, ops=ops)
-            facts = Fingerprint(**dict.fromkeys(Fingerprint.__dataclass_fields__, ""))
+            facts = Fingerprint(**{**dict.fromkeys(Fingerprint.__dataclass_fields__, ""), "kv_dtype": dtype})
             config = WorkerConfig(folder, rank, tp, dtype=dtype)
             self.runners.append(
                 CpuRunner(model, describe(config, checked, resolve_dtype(dtype, checked.spec), 1 << 24, facts))
