@@ -131,6 +131,12 @@ def main() -> None:
 
         options.model = str(demo_model.ensure())
     result: dict[str, Any] = {"machine": machine(), "dtype": options.dtype, "rows": []}
+
+    def keep(row: dict[str, Any]) -> None:
+        result["rows"].append(row)
+        if options.json is not None:  # after each row: a long run that is cut short has told something
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
     print(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     print(f"{'':24}" + "".join(f"{f'batch {batch}':>18}" for batch in options.batches))
     for numerics in options.numerics:
@@ -138,17 +144,15 @@ def main() -> None:
             cells = {batch: measure(address, batch, options.repetitions) for batch in options.batches}
         words = [f"{cell['tokens_per_s']:.0f} ({cell['outside']:.1%})" for cell in cells.values()]
         print(f"{f'lockstep {numerics}':24}" + "".join(f"{word:>18}" for word in words) + f"   ready in {start:.1f} s")
-        result["rows"].append({"engine": "lockstep", "numerics": numerics, "ready_s": start, "batches": cells})
+        keep({"engine": "lockstep", "numerics": numerics, "ready_s": start, "batches": cells})
     if not options.no_peer:
         cells = {
             batch: measure_transformers(options.model, options.dtype, batch, options.repetitions)
             for batch in options.batches
         }
         print(f"{'transformers':24}" + "".join(f"{cell['tokens_per_s']:>18.0f}" for cell in cells.values()))
-        result["rows"].append({"engine": "transformers", "batches": cells})
+        keep({"engine": "transformers", "batches": cells})
     print("tokens/s (share of the time outside the workers' steps)")
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
