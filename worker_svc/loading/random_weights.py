@@ -1,7 +1,7 @@
 """Weights of a seeded random model, made on the device from a config alone: for measuring at real shapes.
 
-Knows how a tensor of a name is drawn; does not know architectures. Invariant: a tensor depends on the seed, its name and
-the kind of device, so shards of any number of ranks are cut from the same tensors.
+Knows how a tensor of a name is drawn; does not know architectures. Invariant: a tensor depends on the seed, its name
+and the kind of device, so shards of any number of ranks are cut from the same tensors.
 
 The head is widened: its rows differ in scale, so that logits are peaked and the likeliest token is clear of the second
 by more than the roundings of a forward pass, as in a trained model.
