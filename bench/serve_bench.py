@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from client.workload import prompt_ids  # noqa: E402
 from protos import generation_pb2 as pb  # noqa: E402
 from protos.generation_pb2_grpc import GenerationStub  # noqa: E402
-from worker_svc.launch import die_with_parent  # noqa: E402
+from worker_svc.launch import tied  # noqa: E402
 
 READY_MARK = "lockstep-scheduler: serving"
 SOLO_REQUESTS, SOLO_TOKENS = 16, 48
@@ -211,9 +211,7 @@ class Services:
 
     def _run(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with (self._logs / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
-            )
+            return subprocess.Popen(tied([sys.executable, *command]), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
     def log(self, name: str) -> str:
         return (self._logs / f"{name}.log").read_text(errors="replace")

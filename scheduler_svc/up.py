@@ -64,12 +64,11 @@ class Child:
     def start(self) -> None:
         output = self._log.open("ab") if self._log is not None else None
         self.process = subprocess.Popen(
-            self._command,
+            launch.tied(self._command),
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if self._piped else output,
             stderr=output,
-            preexec_fn=launch.die_with_parent,  # one system call; safe even between fork and exec
             start_new_session=True,  # Ctrl-C reaches us alone, and we pass it on in order
         )
         if output is not None:

@@ -7,6 +7,8 @@ has an effect after the libraries it speaks of are loaded, so mains call it firs
 import ctypes
 import os
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -20,12 +22,17 @@ def name_process(name: str) -> None:
     _libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def die_with_parent() -> None:
-    """SIGKILL for this process as soon as the thread that started it ends, however that happens.
+# What stands between fork and exec: nothing of ours runs in the forked copy of a process that may hold threads of gRPC,
+# whose fork handlers can leave the copy hanging before it gets to exec.
+_TIE = f"""import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]): sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])"""
 
-    Safe between fork and exec: one system call through a library that is already loaded.
-    """
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The command, to be started by this process and killed as soon as the thread that started it ends."""
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command]
 
 
 def keep_large_buffers() -> None:

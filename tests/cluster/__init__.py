@@ -31,12 +31,11 @@ class Command:
 
     def __enter__(self):
         self.process = subprocess.Popen(
-            self.command,
+            launch.tied(self.command),  # killed also when the test run itself is
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=self._environment,
-            preexec_fn=launch.die_with_parent,  # also when the test run itself is killed
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -225,10 +225,10 @@ def test_what_outlasts_the_drain_time_gets_a_final_status(tmp_path):
 
 def test_a_second_signal_ends_at_once(tmp_path):
     with Process(tmp_path, 0.02) as process:
-        drain_calls(process, 1, 400)
+        calls = drain_calls(process, 1, 400)
         process.process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-        assert process.process.poll() is None
+        assert process.process.poll() is None and calls[0].is_active()
         process.process.send_signal(signal.SIGINT)
         assert process.process.wait(3) == app.EXIT_AT_ONCE
 
