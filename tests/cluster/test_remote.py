@@ -281,10 +281,9 @@ def test_an_answer_out_of_order_ends_the_epoch(remote, rank):
     with workers(2, **{f"rank{rank}": change}) as group:
         executor = remote(group)
         executor.join(CONFIG)
-        futures = [executor.step(first_step(1, introduce(0, [1])))]
-        futures += [executor.step(StepBatch(1, seq)) for seq in (2, 3)]
-        assert futures[0].result(5).token_ids.tolist() == expected_tokens(1, 0, [1], 1)
-        for future in futures[1:]:
+        first = executor.step(first_step(1, introduce(0, [1])))
+        assert first.result(5).token_ids.tolist() == expected_tokens(1, 0, [1], 1)
+        for future in [executor.step(StepBatch(1, seq)) for seq in (2, 3)]:
             with pytest.raises(EpochLost, match="where step 2 is due"):
                 future.result(5)
 
