@@ -5,7 +5,7 @@ tests bring a fake. The loop knows only this.
 """
 
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from protos.step import Description, EpochLost, GroupConfig, StepBatch, StepResult
 
@@ -28,3 +28,29 @@ class Executor(Protocol):
     def close(self) -> None:
         """Dissolve the group. Idempotent."""
         ...
+
+
+class ExecutorOver:
+    """What every executor over another one passes through, so that it says only what it adds."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the executor offers."""
+        return getattr(self._executor, name)
+
+    @property
+    def on_lost(self) -> Any:
+        """A remote executor's news of losses between steps; no attribute where the executor has none."""
+        return self._executor.on_lost  # type: ignore[attr-defined]
+
+    @on_lost.setter
+    def on_lost(self, callback: Any) -> None:
+        self._executor.on_lost = callback  # type: ignore[attr-defined]
+
+    def describe(self) -> Description:
+        return self._executor.describe()
+
+    def close(self) -> None:
+        self._executor.close()

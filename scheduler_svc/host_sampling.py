@@ -7,12 +7,11 @@ call the one `worker_svc.sampling.sample`. Needs each step's logits before the n
 
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from protos.step import Description, GroupConfig, StepBatch, StepResult, step_digest
-from scheduler_svc.executor import EpochLost, Executor
+from protos.step import GroupConfig, StepBatch, StepResult, step_digest
+from scheduler_svc.executor import EpochLost, Executor, ExecutorOver
 from worker_svc.sampling import SamplerRow, sample, warm_up
 from worker_svc.slots import Contradiction, SlotTable, StepPlan
 
@@ -57,27 +56,12 @@ class HostSampler:
         )
 
 
-class HostSampling:
+class HostSampling(ExecutorOver):
     """An Executor over another one."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._sampler: HostSampler | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the executor offers (a remote one tells of losses between steps)."""
-        return getattr(self._executor, name)
-
-    @property
-    def on_lost(self) -> Any:
-        return self._executor.on_lost  # type: ignore[attr-defined]
-
-    @on_lost.setter
-    def on_lost(self, callback: Any) -> None:
-        self._executor.on_lost = callback  # type: ignore[attr-defined]
-
-    def describe(self) -> Description:
-        return self._executor.describe()
 
     def join(self, config: GroupConfig) -> int:
         assert config.sample_at_scheduler and config.pipeline_depth == 1
@@ -106,6 +90,3 @@ class HostSampling:
 
         self._executor.step(batch).add_done_callback(draw)
         return drawn
-
-    def close(self) -> None:
-        self._executor.close()

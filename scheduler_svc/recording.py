@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
 from protos import codec
 from protos import worker_pb2 as pb
-from protos.step import Description, GroupConfig, Int32s, StepBatch, StepResult
-from scheduler_svc.executor import Executor
+from protos.step import GroupConfig, Int32s, StepBatch, StepResult
+from scheduler_svc.executor import Executor, ExecutorOver
 from worker_svc.slots import Contradiction, SlotTable
 
 logger = logging.getLogger(__name__)
@@ -64,31 +64,16 @@ class _Begin:
     group: RecordedGroup
 
 
-class Recording:
+class Recording(ExecutorOver):
     """An Executor over another one that leaves a recording in `folder`."""
 
     def __init__(self, executor: Executor, folder: Path, max_bytes: int = MAX_BYTES) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._events: Queue[_Begin | StepBatch | StepResult | None] = Queue(MAX_WAITING)
         self._writer = _Writer(folder, max_bytes)
         self._gave_up = False
         self._thread = Thread(target=self._write, name="recording", daemon=True)
         self._thread.start()
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the executor offers."""
-        return getattr(self._executor, name)
-
-    @property
-    def on_lost(self) -> Any:
-        return self._executor.on_lost  # type: ignore[attr-defined]
-
-    @on_lost.setter
-    def on_lost(self, callback: Any) -> None:
-        self._executor.on_lost = callback  # type: ignore[attr-defined]
-
-    def describe(self) -> Description:
-        return self._executor.describe()
 
     def join(self, config: GroupConfig) -> int:
         facts = self._executor.describe()
@@ -104,7 +89,7 @@ class Recording:
         return future
 
     def close(self) -> None:
-        self._executor.close()
+        super().close()
         self._put(None)
         self._thread.join(5)
 

@@ -9,9 +9,8 @@ import transformers
 
 from tests.worker import huggingface, jobs
 from tests.worker.rank_pool import RankPool
-from worker_svc.loading.demo_model import cache_folder
+from worker_svc.loading import demo_model
 
-FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):",
@@ -22,26 +21,30 @@ PROMPTS = (
     "Water boils at a temperature of",
     "The opposite of cold is",
 )
-pytestmark = pytest.mark.skipif(not Path(FOLDER, "config.json").exists(), reason="the demo model is not in the cache")
 
 
-def check(ranks: RankPool, count: int, num_tokens: int, tps: tuple[int, ...]) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return demo_model.ensure()
+
+
+def check(folder: Path, ranks: RankPool, count: int, num_tokens: int, tps: tuple[int, ...]) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text).input_ids for text in PROMPTS[:count]]
-    oracle = huggingface.load(FOLDER)
+    oracle = huggingface.load(folder)
     expected = [huggingface.greedy(oracle, prompt, num_tokens) for prompt in prompts]
     for tp in tps:
-        for answer in ranks.run(tp, jobs.greedy, str(FOLDER), "float32", prompts, num_tokens):
+        for answer in ranks.run(tp, jobs.greedy, str(folder), "float32", prompts, num_tokens):
             assert answer == expected, tp
 
 
-def test_two_prompts(ranks: RankPool) -> None:
-    check(ranks, 2, 16, (1, 3))
+def test_two_prompts(folder: Path, ranks: RankPool) -> None:
+    check(folder, ranks, 2, 16, (1, 3))
 
 
 @pytest.mark.slow
-def test_eight_prompts(ranks: RankPool) -> None:
-    check(ranks, 8, 64, (1, 3))
+def test_eight_prompts(folder: Path, ranks: RankPool) -> None:
+    check(folder, ranks, 8, 64, (1, 3))
 
 
 MEASURE = """
@@ -67,8 +70,8 @@ print(peak - before, model.bytes_read)
 
 
 @pytest.mark.parametrize("tp", (1, 3))
-def test_a_rank_takes_its_shard_and_little_more(tp: int) -> None:
+def test_a_rank_takes_its_shard_and_little_more(folder: Path, tp: int) -> None:
     """Peak anonymous memory while loading, against the shard's bytes and 64 MiB."""
-    command = [sys.executable, "-c", MEASURE, str(FOLDER), str(tp)]
+    command = [sys.executable, "-c", MEASURE, str(folder), str(tp)]
     peak, shard = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert 0.9 * shard < peak < shard + (64 << 20)
