@@ -43,7 +43,7 @@ class Tile:
 
 
 @triton.jit
-def _gate(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr):
+def silu_times_up(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TYPE: tl.constexpr):
     pairs = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2))
     gate, up = tl.split(pairs)
     gate = gate.to(TYPE).to(tl.float32)
@@ -104,7 +104,7 @@ def few_rows_kernel(
             acc = tl.dot(x_desc.load([m0, k]), w_desc.load([n0, k]).T, acc)
         m = m0 + tl.arange(0, BLOCK_M)
         if GATED:
-            out = _gate(acc, BLOCK_M, BLOCK_N, x_desc.dtype)
+            out = silu_times_up(acc, BLOCK_M, BLOCK_N, x_desc.dtype)
             n = n0 // 2 + tl.arange(0, BLOCK_N // 2)
             live = (m[:, None] < rows) & (n[None, :] < N // 2)
         else:
@@ -152,7 +152,7 @@ def many_rows_kernel(
         for k in range(0, K, BLOCK_K):
             acc = tl.dot(x_desc.load([m0, k]), w_desc.load([n0, k]).T, acc)
         if GATED:
-            y_desc.store([m0, n0 // 2], _gate(acc, BLOCK_M, BLOCK_N, x_desc.dtype).to(y_desc.dtype))
+            y_desc.store([m0, n0 // 2], silu_times_up(acc, BLOCK_M, BLOCK_N, x_desc.dtype).to(y_desc.dtype))
         else:
             if BIASED:
                 n = n0 + tl.arange(0, BLOCK_N)

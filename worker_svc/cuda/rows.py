@@ -15,7 +15,7 @@ WARPS = 8
 
 
 @triton.jit
-def _norm(x, weight, width, epsilon):
+def normed(x, weight, width, epsilon):
     return x * tl.rsqrt(tl.sum(x * x) / width + epsilon) * weight
 
 
@@ -56,7 +56,7 @@ def add_norm_kernel(x, residual, weight, out, count_ptr, width, epsilon, ADD: tl
             rounded = row.to(out.dtype.element_ty)
             tl.store(residual + at, rounded, mask=live)
             row = rounded.to(tl.float32)
-        tl.store(out + at, _norm(row, scale, width, epsilon).to(out.dtype.element_ty), mask=live)
+        tl.store(out + at, normed(row, scale, width, epsilon).to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -92,13 +92,50 @@ def silu_mul_kernel(gate_up, out, count_ptr, width, BLOCK: tl.constexpr, DEPENDE
 
 
 @triton.jit
+def _clipped(x, CLIP: tl.constexpr, clip):
+    """Into -clip .. clip where CLIP; NaN stays."""
+    if CLIP:
+        x = tl.where(x > clip, clip, tl.where(x < -clip, -clip, x.to(tl.float32))).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _rotate_and_write(x, y, first, second, head, live, t, position, cosines, sines, token_slots, tables, table_stride,
+                      q_out, k_cache, v_cache, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+                      PAGE: tl.constexpr):  # fmt: skip
+    """Heads of token t by their number among the H + K + K: queries [x | y] rotated to q_out, keys rotated and values
+    [first | second] as they are to the token's place in the cache, unless its slot is negative. Rotation pairs d with
+    d + D / 2."""
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    cosine = tl.load(cosines + position.to(tl.int64) * HALF + d)[None, :]
+    sine = tl.load(sines + position.to(tl.int64) * HALF + d)[None, :]
+    rotated_x = tl.fma(x, cosine, -(y * sine)).to(first.dtype)
+    rotated_y = tl.fma(y, cosine, x * sine).to(first.dtype)
+    is_query = (head < HEADS)[:, None] & live
+    to_q = q_out + t.to(tl.int64) * HEADS * D + head[:, None] * D + d[None, :]
+    tl.store(to_q, rotated_x, mask=is_query)
+    tl.store(to_q + HALF, rotated_y, mask=is_query)
+    slot = tl.load(token_slots + t).to(tl.int64)
+    written = slot >= 0
+    block = tl.load(tables + tl.maximum(slot, 0) * table_stride + position // PAGE).to(tl.int64)
+    kv = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
+    to = ((block * KV_HEADS + kv) * PAGE + position % PAGE)[:, None] * D + d[None, :]
+    is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & live & written
+    tl.store(k_cache + to, rotated_x, mask=is_key)
+    tl.store(k_cache + to + HALF, rotated_y, mask=is_key)
+    is_value = (head >= HEADS + KV_HEADS)[:, None] & live & written
+    tl.store(v_cache + to, first, mask=is_value)
+    tl.store(v_cache + to + HALF, second, mask=is_value)
+
+
+@triton.jit
 def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_slots, tables, table_stride, q_out,
-                      k_cache, v_cache, count_ptr, epsilon,
+                      k_cache, v_cache, count_ptr, epsilon, clip,
                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                      NORM: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds. Queries go to q_out, normed (when
-    NORM) and rotated, keys and values to the token's place in the cache, unless its slot is negative. Rotation pairs
-    d with d + D / 2.
+                      CLIP: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds, clipped (when CLIP); queries and
+    keys are normed (when NORM) head by head.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -110,8 +147,8 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
         d = tl.arange(0, HALF)
         at = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D + d[None, :]
         live = (head < HEADS + 2 * KV_HEADS)[:, None] & (d >= 0)[None, :]
-        first = tl.load(at, mask=live, other=0.0)
-        second = tl.load(at + HALF, mask=live, other=0.0)
+        first = _clipped(tl.load(at, mask=live, other=0.0), CLIP, clip)
+        second = _clipped(tl.load(at + HALF, mask=live, other=0.0), CLIP, clip)
         position = tl.load(positions + t)
         x = first.to(tl.float32)
         y = second.to(tl.float32)
@@ -123,22 +160,86 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
             high = tl.where(is_query, tl.load(q_weight + HALF + d)[None, :], tl.load(k_weight + HALF + d)[None, :])
             x = (x * inverse * low).to(first.dtype).to(tl.float32)
             y = (y * inverse * high.to(tl.float32)).to(first.dtype).to(tl.float32)
-        cosine = tl.load(cosines + position.to(tl.int64) * HALF + d)[None, :]
-        sine = tl.load(sines + position.to(tl.int64) * HALF + d)[None, :]
-        rotated_x = tl.fma(x, cosine, -(y * sine)).to(first.dtype)
-        rotated_y = tl.fma(y, cosine, x * sine).to(first.dtype)
-        is_query = (head < HEADS)[:, None] & live
-        to_q = q_out + t.to(tl.int64) * HEADS * D + head[:, None] * D + d[None, :]
-        tl.store(to_q, rotated_x, mask=is_query)
-        tl.store(to_q + HALF, rotated_y, mask=is_query)
-        slot = tl.load(token_slots + t).to(tl.int64)
-        written = slot >= 0
-        block = tl.load(tables + tl.maximum(slot, 0) * table_stride + position // PAGE).to(tl.int64)
-        kv = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
-        to = ((block * KV_HEADS + kv) * PAGE + position % PAGE)[:, None] * D + d[None, :]
-        is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & live & written
-        tl.store(k_cache + to, rotated_x, mask=is_key)
-        tl.store(k_cache + to + HALF, rotated_y, mask=is_key)
-        is_value = (head >= HEADS + KV_HEADS)[:, None] & live & written
-        tl.store(v_cache + to, first, mask=is_value)
-        tl.store(v_cache + to + HALF, second, mask=is_value)
+        _rotate_and_write(
+            x, y, first, second, head, live, t, position, cosines, sines, token_slots, tables, table_stride, q_out,
+            k_cache, v_cache, HEADS, KV_HEADS, D, PAGE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _adjacent_sum(values, POWER: tl.constexpr):
+    """Of 2 ** POWER values: neighbours, then neighbouring pairs, and so on, as `ops/leaves.py` folds."""
+    for i in tl.static_range(POWER):
+        values = tl.sum(tl.reshape(values, (1 << (POWER - 1 - i), 2)), 1)
+    return tl.sum(values, 0)
+
+
+@triton.jit
+def _sum_of_squares(at, heads, D: tl.constexpr, BLOCK_H: tl.constexpr, POWER: tl.constexpr):
+    HALF: tl.constexpr = D // 2
+    h = tl.arange(0, BLOCK_H)
+    to = at + h[:, None] * D + tl.arange(0, HALF)[None, :]
+    x = tl.load(to, mask=(h < heads)[:, None], other=0.0).to(tl.float32)
+    y = tl.load(to + HALF, mask=(h < heads)[:, None], other=0.0).to(tl.float32)
+    return _adjacent_sum(tl.sum(x * x, 1) + tl.sum(y * y, 1), POWER)
+
+
+@triton.jit
+def full_squares_kernel(qkv, squares, count_ptr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+                        BLOCK_H: tl.constexpr, POWER: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """squares [T, 2]: sums of squares of this rank's part of a token's query and key rows."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    t = tl.program_id(0)
+    if t < tl.load(count_ptr):
+        row = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D
+        tl.store(squares + 2 * t, _sum_of_squares(row, HEADS, D, BLOCK_H, POWER))
+        tl.store(squares + 2 * t + 1, _sum_of_squares(row + HEADS * D, KV_HEADS, D, BLOCK_H, POWER))
+
+
+@triton.jit
+def full_rope_write_kernel(qkv, squares, q_weight, k_weight, cosines, sines, positions, token_slots, tables,
+                           table_stride, q_out, k_cache, v_cache, count_ptr, epsilon, clip, q_width, k_width,
+                           HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                           CLIP: tl.constexpr, GIVEN: tl.constexpr, BLOCK_H: tl.constexpr, POWER: tl.constexpr,
+                           DEPENDENT: tl.constexpr):  # fmt: skip
+    """`rope_write_kernel` where queries and keys are normed over all heads of a token, then clipped; values are only
+    clipped. Program (t, i): the queries, keys or values of token t.
+
+    GIVEN: `squares` holds the sums over q_width and k_width columns, of which this rank has a part.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    t = tl.program_id(0)
+    if t < tl.load(count_ptr):
+        part = tl.program_id(1)
+        heads = tl.where(part == 0, HEADS, KV_HEADS)
+        start = tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV_HEADS))
+        row = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + start * D
+        HALF: tl.constexpr = D // 2
+        h = tl.arange(0, BLOCK_H)
+        inner = h[:, None] * D + tl.arange(0, HALF)[None, :]
+        live = (h < heads)[:, None] & (inner >= 0)
+        first = tl.load(row + inner, mask=live, other=0.0)
+        second = tl.load(row + inner + HALF, mask=live, other=0.0)
+        x = first.to(tl.float32)
+        y = second.to(tl.float32)
+        if part < 2:
+            if GIVEN:
+                square = tl.load(squares + 2 * t + part)
+            else:
+                square = _sum_of_squares(row, heads, D, BLOCK_H, POWER)
+            inverse = tl.rsqrt(square / tl.where(part == 0, q_width, k_width) + epsilon)
+            weight = tl.where(part == 0, q_weight, k_weight) + inner
+            low = tl.load(weight, mask=live, other=0.0).to(tl.float32)
+            high = tl.load(weight + HALF, mask=live, other=0.0).to(tl.float32)
+            x = (x * inverse * low).to(first.dtype).to(tl.float32)
+            y = (y * inverse * high).to(first.dtype).to(tl.float32)
+        _rotate_and_write(
+            _clipped(x, CLIP, clip).to(first.dtype).to(tl.float32),
+            _clipped(y, CLIP, clip).to(first.dtype).to(tl.float32),
+            _clipped(first, CLIP, clip), _clipped(second, CLIP, clip), start + h, live, t, tl.load(positions + t),
+            cosines, sines, token_slots, tables, table_stride, q_out, k_cache, v_cache, HEADS, KV_HEADS, D, PAGE,
+        )  # fmt: skip

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from worker_svc.kv_cache import LayerCache
@@ -27,6 +26,7 @@ class Attention:
         self._leaves = leaf_part(spec.leaves, shard.rank, shard.tp)
         if spec.qk_norm == "full":
             self._norm_leaves = leaf_part(spec.norm_leaves, shard.rank, shard.tp)
+            self._full_norm: QKNorm
         self.shape = HeadShape(len(self._heads), len(self._kv_heads), spec.head_dim, spec.windows[index])
         self.qkv: Weight = None
         self.output: Weight = None
@@ -61,23 +61,19 @@ class Attention:
     def forward(self, ops: Ops, x_TD: Tensor, cache: LayerCache, step: Step, group: Group) -> Update:
         qkv = ops.linear(x_TD, self.qkv)
         if self._spec.qk_norm == "full":
-            qkv = self._full_norms(ops, qkv, group)
+            # OLMoE: queries and keys are normed over their full width, which the ranks share.
+            qkv = ops.full_norms(qkv, self._full_norm, self.shape, self._norm_leaves, group)
         queries = ops.qkv_rope_write(qkv, self.norm, self._spec.clip_qkv, self.shape, cache, step)
         return ops.row_linear(ops.attention(queries, self.shape, cache, step), self.output, group)
 
-    def _full_norms(self, ops: Ops, qkv_TN: Tensor, group: Group) -> Tensor:
-        """OLMoE: queries and keys are normed over their full width, which the ranks share."""
-        q_size, kv_size = len(self._heads) * self._spec.head_dim, len(self._kv_heads) * self._spec.head_dim
-        q, k, v = torch.split(qkv_TN, [q_size, kv_size, kv_size], 1)
-        eps, part = self._spec.norm_eps, self._norm_leaves
-        q = ops.full_norm(q, self._norms["q_norm"], eps, part, group)
-        k = ops.full_norm(k, self._norms["k_norm"], eps, part, group)
-        return torch.cat((q, k, v), 1)
-
     def _bind_norm(self, name: str, ops: Ops, weight: Tensor) -> None:
         self._norms[name] = weight
-        if self._spec.qk_norm == "head" and len(self._norms) == 2:
-            self.norm = QKNorm(self._norms["q_norm"], self._norms["k_norm"], self._spec.norm_eps)
+        if len(self._norms) == 2:
+            norm = QKNorm(self._norms["q_norm"], self._norms["k_norm"], self._spec.norm_eps)
+            if self._spec.qk_norm == "full":
+                self._full_norm = norm
+            else:
+                self.norm = norm
 
     def _rows(self, heads: range) -> range:
         return range(heads.start * self._spec.head_dim, heads.stop * self._spec.head_dim)

@@ -44,7 +44,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """Per-head norms of queries and keys, [E] each."""
+    """Norms of queries and keys: [E] each, of a head, or as wide as this rank's heads."""
 
     query: Tensor
     key: Tensor
@@ -113,14 +113,17 @@ class Ops(Protocol):
         """This rank's leaves, exchanged and folded in the model's fixed order, rounded once."""
         ...
 
-    def full_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, part: LeafPart, group: Group) -> Tensor:
-        """RMS norm over a width that ranks share: squares summed over leaves in the fixed order."""
+    def full_norms(self, qkv_TN: Tensor, norm: QKNorm, shape: HeadShape, part: LeafPart, group: Group) -> Any:
+        """RMS norms of queries and keys over widths that ranks share: squares summed over leaves in the fixed order.
+
+        What `qkv_rope_write` takes in place of the product, which may norm them there.
+        """
         ...
 
     def qkv_rope_write(
-        self, qkv_TN: Tensor, norm: QKNorm | None, clip: float | None, shape: HeadShape, cache: LayerCache, step: Step
+        self, qkv_TN: Any, norm: QKNorm | None, clip: float | None, shape: HeadShape, cache: LayerCache, step: Step
     ) -> Any:
-        """Clip, norm, rotate, write keys and values to the cache; the queries for `attention`."""
+        """Clip, norm by head, rotate, write keys and values to the cache; the queries for `attention`."""
         ...
 
     def attention(self, queries: Any, shape: HeadShape, cache: LayerCache, step: Step) -> Tensor:

@@ -144,6 +144,13 @@ class CpuOps:
         parts = x_TK.chunk(len(weight.leaves), 1)
         return [matmul(part.contiguous(), leaf).to(self.acc) for part, leaf in zip(parts, weight.leaves, strict=True)]
 
+    def full_norms(self, qkv_TN: Tensor, norm: QKNorm, shape: HeadShape, part: LeafPart, group: Group) -> Tensor:
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        q, k, v = torch.split(qkv_TN, [q_size, kv_size, kv_size], 1)
+        q = self.full_norm(q, norm.query, norm.eps, part, group)
+        k = self.full_norm(k, norm.key, norm.eps, part, group)
+        return torch.cat((q, k, v), 1)
+
     def full_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, part: LeafPart, group: Group) -> Tensor:
         x = x_TN.to(self.acc)
         leaves = x.reshape(len(x), part.count, -1).square().sum(-1)

@@ -11,6 +11,7 @@ Fewer outputs than MINIMUM_OUTPUTS are padded at load: a product with one column
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -42,12 +43,21 @@ class CpuWeight:
     num_outputs: int
 
 
+@cache
 def onednn_available(dtype: torch.dtype) -> bool:
-    """Whether torch's oneDNN entry points exist and take this type here."""
+    """Whether torch's oneDNN entry points exist and take this type here: bfloat16 needs AVX-512 or better."""
     ops = torch.ops.mkldnn
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    return hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")
+    if not (hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")):
+        return False
+    one = torch.ones(MINIMUM_OUTPUTS, MINIMUM_OUTPUTS, dtype=dtype)
+    try:
+        for path in (MatmulPath("packed"), MatmulPath("onednn")):
+            matmul(one, prepare(one, None, path))
+    except RuntimeError:
+        return False
+    return True
 
 
 def prepare(weight_NK: Tensor, bias_N: Tensor | None, path: MatmulPath) -> CpuWeight:
