@@ -1,6 +1,6 @@
 """Same request, same bits: a fuzzer over the real services.
 
-    python bench/invariance.py --seconds 60 --seed 1 [--model DIR] [--out FILE]
+    python bench/invariance.py --seconds 60 --seed 1 [--model DIR] [--device cuda] [--out FILE]
     python bench/invariance.py --replay FILE
 
 Campaign after campaign: a model and a dtype are drawn, requests of every kind are run alone on the plainest deployment,
@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.crowd.answers import Answer, describe, differing
-from bench.crowd.deployments import OPERATOR_AXES, Deployment, draw
+from bench.crowd.deployments import CUDA_AXES, OPERATOR_AXES, Deployment, draw
 from bench.crowd.driving import Arrival, Driver, draw_crowd
 from bench.crowd.embedded import EmbeddedDriver
 from bench.crowd.reproducing import Reproducer, shrink
@@ -50,6 +50,13 @@ TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "olmoe": ({}, (2, 4)),
     "qwen3_moe": ({}, (2, 4)),
     "mixtral": ({}, (2, 4)),
+}
+# What a GPU's kernels take: bfloat16, heads of 64 or 128, widths of whole tiles.
+CUDA_TINY: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 2500, "hidden_size": 512, "intermediate_size": 768},
+    "qwen3": {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128},
+    "mistral": {"hidden_size": 512, "intermediate_size": 768, "head_dim": 64, "sliding_window": 100},
+    "qwen2": {"hidden_size": 512, "intermediate_size": 768},
 }
 
 
@@ -96,9 +103,11 @@ class Tally:
 class Campaign:
     """One model in one dtype: what its requests were told alone, and the crowds that are held against it."""
 
-    def __init__(self, name: str, model: Path, origin: dict[str, Any], dtype: str, max_len: int, seed: int) -> None:
+    def __init__(
+        self, name: str, model: Path, origin: dict[str, Any], dtype: str, max_len: int, seed: int, device: str
+    ) -> None:
         self.model, self.origin, self.max_len = model, origin, max_len
-        self.plain = Deployment(name, dtype)
+        self.plain = Deployment(name, dtype, device=device)
         self.rng = random.Random(seed)
         config = json.loads((model / "config.json").read_text())
         self._source = RequestSource(seed, Limits(config["vocab_size"], max_len))
@@ -225,25 +234,32 @@ def shard_counts(folder: Path) -> tuple[int, ...]:
 
 def fuzz(options: argparse.Namespace, scratch: Path) -> int:
     rng = random.Random(options.seed)
-    axes = ["settings", "crowd", "order", *OPERATOR_AXES, "dtype"]
+    on_gpu = options.device != "cpu"
+    axes = ["settings", "crowd", "order", *(CUDA_AXES if on_gpu else (*OPERATOR_AXES, "dtype"))]
     if options.model:
-        origins = [({"folder": str(options.model.resolve())}, options.model.name, shard_counts(options.model))]
+        tps = () if on_gpu else shard_counts(options.model)
+        origins = [({"folder": str(options.model.resolve())}, options.model.name, tps)]
+    elif on_gpu:
+        origins = [({"family": f, "overrides": o}, f, ()) for f, o in CUDA_TINY.items()]
+        axes.append("family")
     else:
         origins = [({"family": f, "overrides": o}, f, tps) for f, (o, tps) in TINY.items()]
         axes.append("family")
-    if not all(tps for _, _, tps in origins):
+    if "tp" in axes and not all(tps for _, _, tps in origins):
         axes.remove("tp")
     tally = Tally(axes)
     end = time.monotonic() + options.seconds
     slice_s = min(240.0, options.seconds / 2)
     rng.shuffle(origins)
-    pairs = alternate(origins)
+    pairs = alternate(origins, ("bfloat16", "bfloat16") if on_gpu else DTYPES)
     number = 0
     while number < 2 or time.monotonic() < end - 10:
         (origin, name, tps), dtype = pairs[number % len(pairs)]
         number += 1
         stop = min(end, time.monotonic() + slice_s)
-        campaign = Campaign(name, make_model(origin, scratch), origin, dtype, options.max_len, rng.randrange(1 << 30))
+        campaign = Campaign(
+            name, make_model(origin, scratch), origin, dtype, options.max_len, rng.randrange(1 << 30), options.device
+        )
         campaign.run_alone(slice_s * 0.15, least=32)
         print(f"{campaign.plain}: {len(campaign.requests)} requests alone", flush=True)
         first = True
@@ -257,17 +273,17 @@ def fuzz(options: argparse.Namespace, scratch: Path) -> int:
     return 0 if tally.passed else 1
 
 
-def alternate(origins: list[Any]) -> list[tuple[Any, str]]:
+def alternate(origins: list[Any], dtypes: tuple[str, str]) -> list[tuple[Any, str]]:
     """Every model in every dtype, so that neighbours differ in both where they can: a short run has two of each."""
     turned = origins[1:] + origins[:1]
-    both = [((one, DTYPES[0]), (other, DTYPES[1])) for one, other in zip(origins, turned)]
+    both = [((one, dtypes[0]), (other, dtypes[1])) for one, other in zip(origins, turned)]
     return [pair for neighbours in both for pair in neighbours]
 
 
 def replay(path: Path, scratch: Path) -> int:
     case = Reproducer.read(path)
     model = make_model(case.model, scratch)
-    plain = Deployment(case.deployment.family, case.deployment.dtype)
+    plain = Deployment(case.deployment.family, case.deployment.dtype, device=case.deployment.device)
     request = next(a.request for a in case.arrivals if a.request.request_id == case.suspect)
     with plain.start(model, case.max_len) as cluster:
         alone = Driver(cluster.address).alone(request)
@@ -289,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="a snapshot; default: tiny models of several families"
     )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--max-len", type=int, default=400, metavar="N", help="prompt and output of one choice")
     parser.add_argument("--out", type=Path, default=Path("invariance-reproducer.json"), metavar="FILE")
     parser.add_argument("--replay", type=Path, metavar="FILE")

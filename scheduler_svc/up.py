@@ -281,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="float32, bfloat16 or float64; default: the checkpoint's")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="of keys and values; default: the model's")
     parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernels one by one: for debugging")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker; default: cores / tp")
     return parser
 
@@ -301,6 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shared += ["--dtype", options.dtype]
     if options.kv_dtype:
         shared += ["--kv-dtype", options.kv_dtype]
+    if options.no_cuda_graphs:
+        shared.append("--no-cuda-graphs")
     workers = [
         Child(
             f"lockstep-worker rank {rank}",

@@ -18,6 +18,7 @@ class WorkerConfig:
     numerics: Literal["invariant", "fast"] = "invariant"
     threads: int = 1
     kv_memory_bytes: int | None = None
+    cuda_graphs: bool = True  # False launches kernels one by one: the same bits, slowly
     random_weights: int | None = None  # a seed: the model folder needs a config only
 
     def __post_init__(self) -> None:

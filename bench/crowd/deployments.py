@@ -32,6 +32,8 @@ class Deployment:
     place: str = "services"  # or one process
     deaths: bool = False  # a worker is killed in the middle of a crowd
     numerics: str = "invariant"
+    device: str = "cpu"
+    graphs: bool = True  # of the GPU
 
     def start(self, model_dir: Path, max_len: int) -> Cluster | EmbeddedDriver:
         """Not yet entered."""
@@ -47,8 +49,12 @@ class Deployment:
             "max_seq_len": max_len,
             "max_num_seqs": 128,
         }
+        if self.device != "cpu":
+            shared["device"] = self.device
         if self.place == "one process":
             return EmbeddedDriver({"model": str(model_dir), "prefix_cache": self.prefix_cache} | shared)
+        if not self.graphs:
+            shared["no_cuda_graphs"] = True
         if not self.prefix_cache:
             shared["no_prefix_cache"] = True
         if self.blocks < AMPLE_BLOCKS:
@@ -74,6 +80,8 @@ OPERATOR_AXES = (
     "place",
     "deaths",
 )
+# The axes of a deployment on a GPU, where threads do not matter; one GPU is one rank and holds one model at a time.
+CUDA_AXES = ("chunk", "blocks", "block_size", "depth", "sample_at", "prefix_cache", "place", "deaths", "graphs")
 
 
 def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: int, missing: set[str]) -> Deployment:
@@ -92,12 +100,14 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
         at = "worker"  # sampling at the scheduler has depth 1: one of the two at a time
     # The first deployment of a run tries what needs services; the one beside it may be one process.
     place = value("place", "one process") if "deaths" not in missing else plain.place
-    block_size = value("block_size", 8, 32)
+    on_gpu = plain.device != "cpu"
+    block_size = value("block_size", *((32, 64) if on_gpu else (8, 32)))
     fewest = -(-max_len // block_size)
     return replace(
         plain,
         tp=value("tp", *(tps[:1] if "tp" in missing else tps)) if place == plain.place else 1,
-        threads=value("threads", 2),
+        threads=plain.threads if on_gpu else value("threads", 2),
+        graphs=value("graphs", False) if on_gpu and place == plain.place else True,
         # three rows at a time never fill a pool
         chunk=value("chunk", *((49, 64, 129) if "blocks" in missing else (3, 16, 49, 64, 64, 129))),
         blocks=value("blocks", fewest, fewest + 5, 2 * fewest),

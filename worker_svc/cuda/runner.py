@@ -301,4 +301,7 @@ def load_cuda_runner(config: WorkerConfig, checked: CheckedSnapshot, model: Deco
     )
     free, _ = torch.cuda.mem_get_info(device)
     memory = config.kv_memory_bytes or max(0, free - RESERVE_BYTES)
-    return CudaRunner(model, describe(config, checked, dtype, memory, fingerprint), device, config.kv_memory_bytes)
+    return CudaRunner(
+        model, describe(config, checked, dtype, memory, fingerprint), device, config.kv_memory_bytes,
+        graphs=config.cuda_graphs,
+    )  # fmt: skip
