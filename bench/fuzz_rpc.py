@@ -4,8 +4,9 @@
 
 Starts a scheduler and a worker (without a secret, so that its handlers are reached) and throws messages at them: random
 bytes, valid messages cut short or with bits flipped, messages whose every field is random or extreme, and some above
-the limits. Meanwhile control requests run and must answer the same bits every time. At the end the same processes must
-be alive, with no block held and no thread more than after the first round of messages.
+the limits. Bytes that are no message of the method must be answered INVALID_ARGUMENT and leave no trace in the log.
+Meanwhile control requests run and must answer the same bits every time. At the end the same processes must be alive,
+with no block held and no thread more than after the first round of messages.
 
 The last line is `messages=N crashes=0 hangs=0 unhandled=0 leaks=0 control=C differing=0`; the exit code is 0 only then.
 """
@@ -27,7 +28,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 import psutil
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from bench.random_messages import Target, likely_messages, random_bytes, random_message, targets
 from bench.traffic import Answer, ask, mixed_requests
@@ -41,6 +42,7 @@ HANG_S = 20.0  # without an event or a status
 EVENTS = 8  # read of a stream that goes well, then it is cancelled
 THREADS = 6  # of attackers
 OVERSIZED_BYTES = 70 << 20
+UNHANDLED = ("Unexpected <class", "Exception calling", "Exception deserializing", "Exception iterating", "DecodeError")
 
 
 class Attack:
@@ -141,18 +143,19 @@ class Attack:
         except grpc.RpcError as error:
             status = error.code().name
             details = error.details() or ""
-            broken = "DecodeError" in details  # bytes that are no such message: gRPC's own answer, UNKNOWN in asyncio
-            if (
-                (status == "UNKNOWN" and not broken)
-                or ("Unexpected <class" in details and not broken)
-                or "Exception calling" in details
-            ):
+            if status == "UNKNOWN" or any(sign in details for sign in UNHANDLED):
                 with self._lock:
                     self.unhandled[f"{target.path}: {details[:200]}"] += 1
             waited_s = time.monotonic() - started  # a request's own random deadline is no hang
             if status == "DEADLINE_EXCEEDED" and timeout_s == HANG_S and waited_s > HANG_S / 2:
                 with self._lock:
                     self.hangs.append(f"{target.path}: {details[:200]}")
+        if not target.streams_in and status not in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"):  # the latter: its size
+            try:
+                target.message.FromString(messages[0])
+            except DecodeError:
+                with self._lock:
+                    self.unhandled[f"{target.path}: no message, answered {status}"] += 1
         with self._lock:
             self.seconds[target.path] += time.monotonic() - started
             self.statuses[f"{target.path.rpartition('/')[2]} {status}"] += 1
@@ -290,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log = Path(folder) / "log"
         children, listen, worker = start(model, log)
         try:
-            return run(children, listen, worker, options.messages, options.seed)
+            return run(children, listen, worker, options.messages, options.seed, log)
         finally:
             for child in children:
                 child.signal(9)
@@ -300,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 Path(os.environ["FUZZ_LOG"]).write_bytes(log.read_bytes())
 
 
-def run(children: Sequence[Child], listen: str, worker: str, messages: int, seed: int) -> int:
+def run(children: Sequence[Child], listen: str, worker: str, messages: int, seed: int, log: Path | None = None) -> int:
     client = Lockstep(listen)
 
     def serves() -> bool:
@@ -334,7 +337,8 @@ def run(children: Sequence[Child], listen: str, worker: str, messages: int, seed
         print(f"{name}: threads, descriptors, MiB {before[name]} -> {held}")
     for text in [*attack.hangs[:5], *attack.unhandled, *left, *control.reasons]:
         print(f"  {text}")
-    unhandled = sum(attack.unhandled.values())
+    undecoded = log.read_bytes().count(b"DecodeError") if log is not None else 0
+    unhandled = sum(attack.unhandled.values()) + undecoded
     print(
         f"messages={attack.sent} crashes={crashes} hangs={len(attack.hangs)} unhandled={unhandled} "
         f"leaks={len(left)} control={control.asked} differing={control.differing}"

@@ -27,6 +27,7 @@ from scheduler_svc.calls import Calls
 from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
 from scheduler_svc.front_end import FrontEnd
+from scheduler_svc.malformed import RefuseMalformed
 from scheduler_svc.messages import EngineState, Notice
 from scheduler_svc.metrics import Metrics, serve_metrics
 from scheduler_svc.observer import Observer
@@ -214,7 +215,8 @@ class SchedulerServer:
         front.on_state = self._on_state
         front.on_idle = self._idle.set
         front.on_silence = self._engine_silent
-        interceptors = [BearerTokens(self._config.tokens)] if self._config.tokens else []
+        strangers = [BearerTokens(self._config.tokens)] if self._config.tokens else []
+        interceptors = [*strangers, RefuseMalformed()]
         self._server = grpc.aio.server(interceptors=interceptors, options=limits.PUBLIC_SERVER_OPTIONS)
         calls = Calls(front)
         names = self._add_openai(calls) if self._config.openai else ()

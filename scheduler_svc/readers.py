@@ -12,6 +12,7 @@ from google.rpc import code_pb2
 from google.rpc.status_pb2 import Status
 
 from protos import generation_pb2 as pb
+from protos.malformed import Malformed
 from scheduler_svc import limits
 from scheduler_svc.streams import Stream
 
@@ -103,6 +104,7 @@ class ManyReader(Reader):
         super().__init__()
         self.live: dict[str, Stream] = {}
         self.half_closed = False
+        self.malformed: Malformed | None = None  # what the client sent instead of a message
         self._dirty: dict[int, Stream] = {}
         self._refusals: list[pb.GenerateEvent] = []
         self._room = asyncio.Event()  # for more refusals
@@ -131,6 +133,8 @@ class ManyReader(Reader):
         self.wake()
 
     def is_over(self) -> bool:
+        if self.malformed is not None:
+            return True
         return self.half_closed and not (self.live or self._refusals or self._dirty)
 
     def has_failed(self) -> bool:

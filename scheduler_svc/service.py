@@ -1,6 +1,7 @@
 """The public gRPC service `lockstep.v1.Generation`, health and reflection: one coroutine a call, no decisions.
 
-What the calls share is calls.py's. An error within GenerateMany is an event with a status and ends only its request.
+What the calls share is calls.py's. An error within GenerateMany is an event with a status and ends only its request;
+bytes that are no message name no request, and end the stream.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
+from protos.malformed import Malformed
 from scheduler_svc import statuses
 from scheduler_svc.calls import Calls, Context, abort, stall_status, uncancel
 from scheduler_svc.front_end import Failure, FrontEnd
@@ -44,6 +46,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     await reader.wait()
                     for message in reader.take():
                         await reader.write(context.write(message))
+            if reader.malformed is not None:
+                raise reader.malformed
         except asyncio.CancelledError:
             if not reader.stalled:
                 raise
@@ -94,6 +98,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             async for message in requests:
                 await reader.has_room()
                 await self._take_request(message, context, reader)
+        except Malformed as error:
+            reader.malformed = error  # where the stream is read and can be ended
         finally:
             reader.close_requests()
 

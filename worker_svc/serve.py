@@ -23,6 +23,7 @@ from protos import worker_pb2 as pb
 from protos.worker_link import SECRET_KEY, SECRET_VARIABLE
 from worker_svc.assembly import Refused, check, load_executor, open_rendezvous
 from worker_svc.config import WorkerConfig
+from worker_svc.malformed import RefuseMalformed
 from worker_svc.service import WorkerService
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def serve(config: WorkerConfig, where: ServeConfig) -> None:
     _set_health(status, serving=False)
     server = grpc.server(
         ThreadPoolExecutor(MAX_CALLS, "call"),
-        interceptors=[_RefuseStrangers(where.secret)] if where.secret is not None else [],
+        interceptors=[*([_RefuseStrangers(where.secret)] if where.secret is not None else []), RefuseMalformed()],
         options=codec.WORKER_CHANNEL_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )

@@ -8,7 +8,7 @@ Synchronous gRPC on purpose: one stream, whose handler thread waits for results 
 is as quick as an event loop, and health stays answerable during a long step.
 
 A refused call: UNAUTHENTICATED (wrong secret), UNAVAILABLE (loading), FAILED_PRECONDITION (stale epoch, wrong rank),
-INVALID_ARGUMENT (columns that contradict each other), ABORTED (the epoch was lost).
+INVALID_ARGUMENT (no message of this kind, columns that contradict each other), ABORTED (the epoch was lost).
 """
 
 import logging
@@ -23,6 +23,7 @@ import numpy as np
 
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
+from protos.malformed import Malformed
 from protos.step import Description, EpochLost, GroupConfig, StepResult
 from protos.worker_link import EPOCH_KEY, HOST_KEY, SHARED_FROM_BYTES, LogitsSegment, host_identity
 from worker_svc.engine import LocalExecutor
@@ -153,13 +154,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._wait_formed(joined, context)
         context.send_initial_metadata(())  # tells the scheduler that this rank stands
         shared = self._shared(joined, context)
-        answers: SimpleQueue[Future[StepResult] | codec.CodecError | None] = SimpleQueue()
+        answers: SimpleQueue[Future[StepResult] | codec.CodecError | Malformed | None] = SimpleQueue()
 
         def feed() -> None:
             try:
                 for request in request_iterator:
                     answers.put(executor.step(codec.decode_batch(request.batch)))
-            except codec.CodecError as error:
+            except (codec.CodecError, Malformed) as error:
                 answers.put(error)
             except Exception as error:  # grpc raises a bare Exception when the peer is gone
                 logger.debug("rank %d: stream of epoch %d: %s", self._rank, joined.epoch, error)
@@ -168,7 +169,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         Thread(target=feed, name=f"feed-{joined.epoch}", daemon=True).start()
         try:
             while (answer := answers.get()) is not None:
-                if isinstance(answer, codec.CodecError):
+                if isinstance(answer, (codec.CodecError, Malformed)):
                     context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(answer))
                 yield from self._replies(answer.result(), shared)
         except EpochLost as lost:

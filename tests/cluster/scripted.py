@@ -162,11 +162,11 @@ class Barriers:
 
 
 @contextmanager
-def workers(tp=1, **hooks):
+def workers(tp=1, interceptors=(), **hooks):
     """`hooks[f"rank{r}"]` are keyword arguments of that rank's ScriptedRunner."""
     barriers = Barriers()
     group = [
-        ScriptedWorker(rank, tp, barriers, ScriptedRunner(rank, tp, **hooks.get(f"rank{rank}", {})))
+        ScriptedWorker(rank, tp, barriers, ScriptedRunner(rank, tp, **hooks.get(f"rank{rank}", {})), interceptors)
         for rank in range(tp)
     ]
     try:
