@@ -1,4 +1,4 @@
-"""A dense decoder in plain fp32 torch, one prompt at a time, as the reference that greedy ids are held against.
+"""A decoder in plain fp32 torch, dense or a mixture of experts, as the reference that greedy ids are held against.
 
 Knows the random weights of `worker_svc.loading.random_weights` (or a checkpoint's tensors) by their names, and
 nothing of the engine's layers. The question it answers is teacher-forced: given the ids so far, which id is the
@@ -37,6 +37,30 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
+def feed(config: dict[str, Any], weights: Weights, prefix: str, y: Tensor) -> Tensor:
+    """A gated feed-forward layer, or one expert."""
+    c, inner = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    gate, up = (weights(f"{prefix}{n}_proj.weight", (inner, c)) for n in ("gate", "up"))
+    down = weights(f"{prefix}down_proj.weight", (c, inner))
+    return (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+
+
+def mixture(config: dict[str, Any], weights: Weights, prefix: str, y: Tensor) -> Tensor:
+    """Softmax over all experts in fp32, the likeliest few, their answers weighed and added in fp32."""
+    router = weights(f"{prefix}gate.weight", (config["num_experts"], config["hidden_size"]))
+    chance = (y.float() @ router.float().T).softmax(-1)
+    ordered = torch.sort(chance, dim=-1, descending=True, stable=True)
+    ids, share = (t[:, : config["num_experts_per_tok"]] for t in (ordered.indices, ordered.values))
+    if config.get("norm_topk_prob"):
+        share = share / share.sum(-1, keepdim=True)
+    total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
+    for expert in range(config["num_experts"]):
+        token, slot = torch.nonzero(ids == expert, as_tuple=True)
+        answer = feed(config, weights, f"{prefix}experts.{expert}.", y[token])
+        total.index_add_(0, token, answer.float() * share[token, slot, None])
+    return total.to(y.dtype)
+
+
 @torch.inference_mode()
 def logits(
     config: dict[str, Any], source: Weights, ids: list[list[int]], device: torch.device, dtype: torch.dtype
@@ -51,7 +75,7 @@ def logits(
 
     c, v = config["hidden_size"], config["vocab_size"]
     heads, kv, eps = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"]
-    d, inner = config.get("head_dim") or c // heads, config["intermediate_size"]
+    d = config.get("head_dim") or c // heads
     table = weights("model.embed_tokens.weight", (v, c))
     xs = [table[torch.tensor(row, device=device)] for row in ids]
     if not config.get("tie_word_embeddings"):
@@ -61,17 +85,21 @@ def logits(
         p = f"model.layers.{layer}."
         qkv = [weights(f"{p}self_attn.{n}_proj.weight", (h * d, c)) for n, h in (("q", heads), ("k", kv), ("v", kv))]
         out = weights(f"{p}self_attn.o_proj.weight", (c, heads * d))
-        q_norm, k_norm = (weights(f"{p}self_attn.{n}_norm.weight", (d,)) for n in ("q", "k"))
+        full = config["model_type"] == "olmoe"
+        q_norm, k_norm = (
+            weights(f"{p}self_attn.{n}_norm.weight", (h * d if full else d,)) for n, h in (("q", heads), ("k", kv))
+        )
         before, after = (weights(f"{p}{n}_layernorm.weight", (c,)) for n in ("input", "post_attention"))
-        gate, up = (weights(f"{p}mlp.{n}_proj.weight", (inner, c)) for n in ("gate", "up"))
-        down = weights(f"{p}mlp.down_proj.weight", (c, inner))
         for i, x in enumerate(xs):
             n = len(x)
             angles = torch.arange(n, device=device, dtype=torch.float64)[:, None] * inverse
             cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
             y = norm(x, before, eps)
-            q, k, v_ = ((y @ w.T).view(n, -1, d) for w in qkv)
+            q, k, v_ = (y @ w.T if full else (y @ w.T).view(n, -1, d) for w in qkv)
             q, k = norm(q, q_norm, eps), norm(k, k_norm, eps)
+            q, k, v_ = (t.view(n, -1, d) for t in (q, k, v_))
+            if config.get("clip_qkv") is not None:
+                q, k, v_ = (t.clamp(-config["clip_qkv"], config["clip_qkv"]) for t in (q, k, v_))
             q, k = (
                 torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(dtype)
                 for a, b in (t.chunk(2, -1) for t in (q, k))
@@ -81,9 +109,12 @@ def logits(
             hidden = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
             weight = scores.float().masked_fill(hidden, float("-inf")).softmax(-1).to(dtype)
             mixed = (weight @ v_).transpose(0, 1).reshape(n, -1)
-            x = x + mixed @ out.T
-            y = norm(x, after, eps)
-            xs[i] = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+            xs[i] = x + mixed @ out.T
+        y = norm(torch.cat(xs), after, eps)
+        update = (
+            mixture(config, weights, f"{p}mlp.", y) if "num_experts" in config else feed(config, weights, f"{p}mlp.", y)
+        )
+        xs = [x + part for x, part in zip(xs, update.split([len(x) for x in xs]), strict=True)]
     final = weights("model.norm.weight", (c,))
     head = table if config.get("tie_word_embeddings") else weights("lm_head.weight", (v, c))
     return [norm(x, final, eps).float() @ head.float().T for x in xs]

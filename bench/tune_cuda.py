@@ -77,12 +77,13 @@ def graph_us(launches: list[Callable[[], None]], replays: int) -> float:
 
 
 def shapes(folder: Path) -> Iterator[tuple[int, int, bool, bool]]:
-    """(n, k, gated, head) of a dense model's products on one rank."""
+    """(n, k, gated, head) of a model's products on one rank, but for those of experts (`tune_moe.py`)."""
     spec = check_snapshot(folder, weights=False).spec
     yield spec.q_size + 2 * spec.kv_size, spec.hidden_size, False, False
     yield spec.hidden_size, spec.q_size, False, False
-    yield 2 * spec.intermediate_size, spec.hidden_size, True, False
-    yield spec.hidden_size, spec.intermediate_size, False, False
+    if spec.moe is None:
+        yield 2 * spec.intermediate_size, spec.hidden_size, True, False
+        yield spec.hidden_size, spec.intermediate_size, False, False
     yield spec.vocab_size, spec.hidden_size, False, True
 
 

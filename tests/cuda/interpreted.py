@@ -25,3 +25,16 @@ def replace_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
     patch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
     patch.setattr(torch.cuda, "get_device_name", lambda *_: "none")
+
+
+def order_products(patch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter's products accumulate K in order, as a GPU's do; a library's order depends on the shape."""
+    from triton.runtime import interpreter
+
+    def dot(builder: object, a, b, acc, *_: object):  # type: ignore[no-untyped-def]
+        total = acc.data.copy()
+        for k in range(a.data.shape[-1]):
+            total += a.data[:, k : k + 1] * b.data[k].astype(total.dtype)
+        return interpreter.TensorHandle(total, acc.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from worker_svc.cuda import attention, rows
+from worker_svc.cuda import attention, moe, rows
 from worker_svc.cuda.attention import Shape, Tuning, Work
 from worker_svc.cuda.matmul import interleave_gate, linear
 from worker_svc.cuda.step_state import StepState
@@ -28,10 +28,9 @@ from worker_svc.kv_cache import KVCache, LayerCache
 from worker_svc.ops.base import HeadShape, QKNorm, Router
 from worker_svc.ops.leaves import LeafPart, fold
 from worker_svc.parallel.group import Group
-from worker_svc.spec import ModelRefused
 
 FEW_ROWS = 128  # decodes up to it are launched dependently
-NO_EXPERTS = "a mixture of experts does not run on --device cuda, only on cpu"
+FULL_ROPE_WARPS = 8  # part of the expression of a norm over all heads
 ROPE_GROUP, ROPE_WARPS = 8, 4  # heads a program; part of the expression of a q/k norm
 
 
@@ -42,6 +41,19 @@ class CudaWeight:
     weight: Tensor
     bias: Tensor | None = None
     gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FullNormed:
+    """A product whose queries and keys are still to be normed over their full width.
+
+    squares: [T, 2] fp32, sums over all ranks' queries and keys; None: this rank has them all.
+    """
+
+    qkv: Tensor
+    norm: QKNorm
+    ranks: int
+    squares: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +117,12 @@ class CudaOps:
     def prepare_gated(self, weight_NK: Tensor) -> CudaWeight:
         return CudaWeight(interleave_gate(weight_NK), gated=True)
 
-    def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> CudaWeight:
-        raise ModelRefused([NO_EXPERTS])
+    def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> moe.Experts:
+        return moe.prepare(gate_up_XNK, down_XDI)
 
-    def prepare_router(self, weight_XD: Tensor) -> CudaWeight:
-        raise ModelRefused([NO_EXPERTS])
+    def prepare_router(self, weight_XD: Tensor) -> Tensor:
+        """In the activations' type: products of bf16 are exact in fp32, in which they are summed."""
+        return weight_XD.contiguous()
 
     def prepare_rope(self, cos_PE: Tensor, sin_PE: Tensor) -> Rope:
         return Rope(cos_PE.contiguous(), sin_PE.contiguous())
@@ -156,8 +169,13 @@ class CudaOps:
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return self._norm(x_TD, None, weight_D, eps)
 
-    def add_rms_norm(self, update: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, update: Tensor | moe.Answers, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """The residual is changed in place."""
+        if isinstance(update, moe.Answers):
+            normed = moe.combine_norm(update, residual_TD, weight_D, eps, self._count(), dependent=self.dependent)
+            return normed, residual_TD
         return self._norm(update, residual_TD, weight_D, eps), residual_TD
 
     def linear(self, x_TK: Tensor, weight: CudaWeight) -> Tensor:
@@ -173,34 +191,53 @@ class CudaOps:
         total = fold(list(group.all_gather(part).unbind(0)))
         return (total if weight.bias is None else total + weight.bias).to(self.dtype)
 
-    def full_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, part: LeafPart, group: Group) -> Tensor:
-        x = x_TN.float()
-        squares = [(leaf * leaf).sum(-1, keepdim=True) for leaf in x.chunk(part.count, 1)]
-        total = fold(squares) if group.tp == 1 else fold(list(group.all_gather(fold(squares)).unbind(0)))
-        mean = total / (x.shape[1] // part.count * part.total)
-        normed: Tensor = x * torch.rsqrt(mean + eps) * weight_N
-        return normed.to(x_TN.dtype)
+    def full_norms(self, qkv_TN: Tensor, norm: QKNorm, shape: HeadShape, part: LeafPart, group: Group) -> FullNormed:
+        """A head is a leaf of its own here, so that a rank's sum is a node of the tree."""
+        if group.tp == 1:
+            return FullNormed(qkv_TN, norm, 1, None)
+        squares = torch.empty(len(qkv_TN), 2, dtype=torch.float32, device=qkv_TN.device)
+        rows.full_squares_kernel[(len(qkv_TN),)](
+            qkv_TN, squares, self._count(), HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, D=shape.head_dim,
+            **_heads_block(shape), DEPENDENT=self.dependent, **self._options(rows.WARPS),
+        )  # fmt: skip
+        return FullNormed(qkv_TN, norm, group.tp, fold(list(group.all_gather(squares).unbind(0))))
 
     def qkv_rope_write(
         self,
-        qkv_TN: Tensor,
+        qkv_TN: Tensor | FullNormed,
         norm: QKNorm | None,
         clip: float | None,
         shape: HeadShape,
         cache: LayerCache,
         step: CudaStep,
     ) -> Tensor:
-        if clip is not None:
-            qkv_TN = qkv_TN.clamp(-clip, clip)
         state = step.inputs.state
+        if isinstance(qkv_TN, FullNormed):
+            return self._full_rope_write(qkv_TN, clip, shape, cache, step)
         queries = torch.empty(len(qkv_TN), shape.num_heads, shape.head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         q_weight, k_weight, eps = (norm.query, norm.key, norm.eps) if norm is not None else (qkv_TN, qkv_TN, 0.0)
         rows.rope_write_kernel[(len(qkv_TN), triton.cdiv(heads, ROPE_GROUP))](
             qkv_TN, q_weight, k_weight, step.rope.cos, step.rope.sin, state.positions, state.token_slots, state.tables,
-            state.tables.stride(0), queries, cache.keys, cache.values, self._count(), eps,
-            HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, D=shape.head_dim, PAGE=step.block_size,
-            NORM=norm is not None, GROUP=ROPE_GROUP, DEPENDENT=self.dependent, **self._options(ROPE_WARPS),
+            state.tables.stride(0), queries, cache.keys, cache.values, self._count(), eps, clip or 0.0,
+            CLIP=clip is not None, HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads, D=shape.head_dim,
+            PAGE=step.block_size, NORM=norm is not None, GROUP=ROPE_GROUP, DEPENDENT=self.dependent,
+            **self._options(ROPE_WARPS),
+        )  # fmt: skip
+        return queries
+
+    def _full_rope_write(
+        self, normed: FullNormed, clip: float | None, shape: HeadShape, cache: LayerCache, step: CudaStep
+    ) -> Tensor:
+        state, qkv, norm = step.inputs.state, normed.qkv, normed.norm
+        queries = torch.empty(len(qkv), shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        rows.full_rope_write_kernel[(len(qkv), 3)](
+            qkv, qkv if normed.squares is None else normed.squares, norm.query, norm.key, step.rope.cos, step.rope.sin,
+            state.positions, state.token_slots, state.tables, state.tables.stride(0), queries, cache.keys,
+            cache.values, self._count(), norm.eps, clip or 0.0, normed.ranks * shape.num_heads * shape.head_dim,
+            normed.ranks * shape.num_kv_heads * shape.head_dim, HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads,
+            D=shape.head_dim, PAGE=step.block_size, CLIP=clip is not None, GIVEN=normed.squares is not None,
+            **_heads_block(shape), DEPENDENT=self.dependent, **self._options(FULL_ROPE_WARPS),
         )  # fmt: skip
         return queries
 
@@ -230,8 +267,20 @@ class CudaOps:
             )  # fmt: skip
         return out.view(len(out), -1)
 
-    def moe(self, x_TD: Tensor, router: Router, experts: CudaWeight, group: Group) -> Tensor:
-        raise AssertionError("no experts were prepared")
+    def moe(self, x_TD: Tensor, router: Router, experts: moe.Experts, group: Group) -> Tensor | moe.Answers:
+        slots, count = router.experts_per_token, self._count()
+        routed = moe.route(
+            x_TD, router.weight, slots, experts.counts, count, renormalise=router.renormalise,
+            grouped=moe.worth_grouping(len(x_TD), slots, experts.number), dependent=self.dependent,
+        )  # fmt: skip
+        dtype = self.dtype if group.tp == 1 else torch.float32
+        answers = moe.answer(
+            x_TD, experts, routed, count, dtype, device_name=self._device_name, dependent=self.dependent
+        )
+        if group.tp == 1:
+            return answers
+        part = moe.combine(answers, count, torch.float32, dependent=self.dependent)
+        return fold(list(group.all_gather(part).unbind(0))).to(self.dtype)
 
     def logits(self, x_RD: Tensor, weight: CudaWeight) -> Tensor:
         count = self._num_samples
@@ -268,3 +317,9 @@ class CudaOps:
             bias=weight.bias, gated=weight.gated, dependent=self.dependent,
         )  # fmt: skip
         return out
+
+
+def _heads_block(shape: HeadShape) -> dict[str, int]:
+    """The tile that holds a token's heads, and the steps of a sum over them."""
+    block = triton.next_power_of_2(max(shape.num_heads, shape.num_kv_heads))
+    return {"BLOCK_H": block, "POWER": block.bit_length() - 1}

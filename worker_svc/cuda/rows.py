@@ -133,7 +133,8 @@ def _rotate_and_write(x, y, first, second, head, live, t, position, cosines, sin
 def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_slots, tables, table_stride, q_out,
                       k_cache, v_cache, count_ptr, epsilon, clip,
                       HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                      CLIP: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                      CLIP: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr,
+                      DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds, clipped (when CLIP); queries and
     keys are normed (when NORM) head by head.
     """

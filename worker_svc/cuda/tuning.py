@@ -12,11 +12,12 @@ from pathlib import Path
 from worker_svc.cuda.matmul import Tile
 
 FOLDER = Path(__file__).parent / "tuned"
+EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)  # the same, of experts' products
 BUCKETS = (16, 32, 64, 128, 256, 512, 2048)  # heights that are tuned apart; a larger one counts as the last
 
 
-def bucket_of(rows: int) -> int:
-    return next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
+def bucket_of(rows: int, buckets: tuple[int, ...] = BUCKETS) -> int:
+    return next((bucket for bucket in buckets if rows <= bucket), buckets[-1])
 
 
 def key(n: int, k: int, bucket: int, gated: bool) -> str:
@@ -47,6 +48,30 @@ def rule(n: int, rows: int) -> Tile:
     if rows <= 256:
         return Tile(128, 128, 64, 4, 8, persistent=True)
     return Tile(128, 256 if n >= 4096 else 128, 64, 3, 8, persistent=True)
+
+
+def expert_key(n: int, k: int, bucket: int, experts: int, slots: int, gated: bool) -> str:
+    return f"{n}x{k}{'g' if gated else ''}/{slots}of{experts}@{bucket}"
+
+
+def expert_rule(rows: int, experts: int, slots: int) -> Tile:
+    """By the rows that an expert gets on average. Experts get unequal shares, so a tile is twice the average."""
+    share = rows * slots / experts
+    if share <= 0.5:  # every pair is a tile of its own
+        return Tile(16, 32, 256, 4, 4)
+    if share <= 8:
+        return Tile(16, 64, 128, 4, 4)
+    if share <= 64:
+        return Tile(64, 64, 128, 4, 4)
+    return Tile(128, 128, 64, 4, 8)
+
+
+def expert_tile_for(
+    device_name: str, n: int, k: int, rows: int, experts: int, slots: int, *, gated: bool = False
+) -> Tile:
+    """The tile for the product of `rows` tokens with `slots` of `experts` matrices [n, k] each."""
+    name = expert_key(n, k, bucket_of(rows, EXPERT_BUCKETS), experts, slots, gated)
+    return table(device_name).get(name) or expert_rule(rows, experts, slots)
 
 
 def tile_for(device_name: str, n: int, k: int, rows: int, *, gated: bool = False) -> Tile:

@@ -1,0 +1,217 @@
+"""The experts of a mixture on this GPU: are they right, are their bits a token's own, and what does a layer take?
+
+    python bench/moe_check.py --model bench/configs/olmoe-1b-7b
+
+Random weights of one layer at the model's shapes, in bf16. Prints a line a check, `ok` or `FAILED`, then microseconds
+of a layer's launches in a CUDA graph. Every other launch reads other tokens, so at few rows other experts too: weights
+come from memory as in a step. Takes half a minute, most of it compilation.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from tune_cuda import graph_us  # noqa: E402
+
+from worker_svc.cuda import moe, rows  # noqa: E402
+from worker_svc.cuda.matmul import Tile  # noqa: E402
+from worker_svc.models import check_snapshot  # noqa: E402
+from worker_svc.spec import ModelSpec  # noqa: E402
+
+TOKENS = 8192
+TILES = (
+    Tile(16, 32, 128, 4, 4), Tile(16, 128, 64, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4),
+    Tile(64, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(128, 64, 64, 4, 4, group_m=1),
+)  # fmt: skip
+
+
+class Layer:
+    def __init__(self, spec: ModelSpec) -> None:
+        assert spec.moe is not None, "not a mixture of experts"
+        self.moe, self.name = spec.moe, torch.cuda.get_device_name()
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def draw(*shape: int, scale: float = 0.02) -> Tensor:
+            return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, scale, generator=generator)
+
+        experts, width, inner = spec.moe.num_experts, spec.hidden_size, spec.intermediate_size
+        self.x = draw(TOKENS, width, scale=1.0)
+        self.router = draw(experts, width)
+        self.gate_up, self.down = draw(experts, 2 * inner, width), draw(experts, width, inner)
+        self.experts = moe.prepare(self.gate_up, self.down)
+        self.scale = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+
+    def route(
+        self, x: Tensor, count: Tensor, *, dependent: bool = False, experts: moe.Experts | None = None
+    ) -> moe.Routed:
+        slots = self.moe.experts_per_token
+        return moe.route(
+            x, self.router, slots, (experts or self.experts).counts, count, renormalise=self.moe.renormalise,
+            grouped=moe.worth_grouping(len(x), slots, self.moe.num_experts), dependent=dependent,
+        )  # fmt: skip
+
+    def answers(self, x: Tensor, count: Tensor, *, tile: Tile | None = None, dependent: bool = False) -> moe.Answers:
+        routed = self.route(x, count, dependent=dependent)
+        tiles = None if tile is None else (tile, tile)
+        return moe.answer(
+            x, self.experts, routed, count, x.dtype, tiles=tiles, device_name=self.name, dependent=dependent
+        )
+
+    def run(self, x: Tensor, *, bucket: int = 0, tile: Tile | None = None, dependent: bool = False) -> Tensor:
+        """[len(x), D] in fp32, in a bucket of at least len(x) tokens whose others are NaN."""
+        padded = torch.full((max(bucket, len(x)), x.shape[1]), float("nan"), device="cuda", dtype=x.dtype)
+        padded[: len(x)] = x
+        count = number(len(x))
+        answers = self.answers(padded, count, tile=tile, dependent=dependent)
+        return moe.combine(answers, count, torch.float32, dependent=dependent)[: len(x)]
+
+    def reference(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(experts [T, S], gap between the last chosen and the first not chosen logit [T], sums [T, D]) in fp32."""
+        slots = self.moe.experts_per_token
+        logits = x.float() @ self.router.float().T
+        ordered = torch.sort(logits, dim=-1, descending=True, stable=True)
+        ids, gap = ordered.indices[:, :slots], ordered.values[:, slots - 1] - ordered.values[:, slots]
+        weights = logits.softmax(-1).gather(1, ids)
+        if self.moe.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = torch.zeros(x.shape, device="cuda")
+        for expert in range(self.moe.num_experts):
+            token, slot = torch.nonzero(ids == expert, as_tuple=True)
+            gate, up = (x[token].float() @ self.gate_up[expert].float().T).chunk(2, 1)
+            answer = (torch.nn.functional.silu(gate) * up) @ self.down[expert].float().T
+            total.index_add_(0, token, answer * weights[token, slot, None])
+        return ids, gap, total
+
+
+def number(n: int) -> Tensor:
+    return torch.tensor([n], dtype=torch.int32, device="cuda")
+
+
+def check(layer: Layer) -> bool:
+    passed = True
+
+    def say(what: str, good: bool, more: object = "") -> None:
+        nonlocal passed
+        passed &= good
+        print("ok    " if good else "FAILED", what, more, flush=True)
+
+    x = layer.x
+    whole = layer.run(x)
+    ids, gap, want = layer.reference(x)
+    routed = layer.route(x, number(TOKENS))
+    layer.experts.counts.zero_()
+    clear = gap > 1e-4
+    same = (routed.ids == ids).all(1)
+    say("experts are the reference's where logits differ", bool(same[clear].all()), f"{int(same.sum())} of {TOKENS}")
+    error = float((whole[same] - want[same]).norm() / want[same].norm())
+    say("sums are the reference's", error < 1e-2, f"relative error {error:.1e}")
+    say("a wrong expert would be seen", float((whole - want.roll(1, 0)).norm() / want.norm()) > 0.5)
+    say("the same again", all(torch.equal(layer.run(x), whole) for _ in range(3)))
+    for tile in TILES:
+        say(f"{tile}", torch.equal(layer.run(x, tile=tile), whole))
+    for tokens in (1, 2, 3, 4, 5, 8, 16, 33, 64, 100, 128, 200, 256, 700):
+        bucket = 1 << (tokens - 1).bit_length()
+        firsts = range(0, TOKENS - tokens, TOKENS // 8)
+        outs = [layer.run(x[f : f + tokens], bucket=bucket, dependent=tokens <= 128) for f in firsts]
+        good = all(torch.equal(out, whole[f : f + tokens]) for f, out in zip(firsts, outs, strict=True))
+        say(f"{tokens} tokens in a bucket of {bucket}", good)
+    for tile in TILES[:4]:
+        say(f"4 tokens, {tile}", torch.equal(layer.run(x[:4], tile=tile, dependent=True), whole[:4]))
+    order = torch.randperm(TOKENS, device="cuda")
+    say("another order", torch.equal(layer.run(x[order]), whole[order]))
+    one = x[:1].expand(TOKENS, -1).contiguous()
+    say("all tokens at the same experts", torch.equal(layer.run(one), whole[:1].expand(TOKENS, -1)))
+    say("lists are empty afterwards", not layer.experts.counts.any())
+    say("the next norm taken along", fused_is_both(layer, x[:100]))
+    return passed
+
+
+def fused_is_both(layer: Layer, x: Tensor) -> bool:
+    tokens, width = x.shape
+    count = number(tokens)
+    residual = torch.randn(x.shape, device="cuda").to(x.dtype)
+    update = moe.combine(layer.answers(x, count), count, x.dtype)
+    total, want = residual.clone(), torch.empty_like(x)
+    rows.add_norm_kernel[(tokens,)](
+        update, total, layer.scale, want, count, width, 1e-5, ADD=True,
+        BLOCK=1 << (width - 1).bit_length(), DEPENDENT=False, num_warps=rows.WARPS,
+    )  # fmt: skip
+    got = moe.combine_norm(layer.answers(x, count), residual, layer.scale, 1e-5, count)
+    return torch.equal(got, want) and torch.equal(total, residual)
+
+
+def times(layer: Layer, tokens: int) -> dict[str, float]:
+    """Microseconds a launch, alone in a graph, and of a whole layer's four."""
+    dependent, count = tokens <= 128, number(tokens)
+    parts = layer.x.split(tokens)[:12] if tokens < TOKENS else [layer.x] * 3
+    router_inner = layer.experts.down.shape[1]
+    routings, hiddens = [], []
+    for x in parts:
+        own = replace(layer.experts, counts=torch.zeros_like(layer.experts.counts))
+        routings.append((own, layer.route(x, count, experts=own)))
+        hiddens.append(torch.randn(tokens * layer.moe.experts_per_token, router_inner, device="cuda").to(x.dtype))
+    first, second = moe.tiles_of(layer.experts, routings[0][1], layer.name)
+    outs = [torch.empty(len(h), x.shape[1], dtype=x.dtype, device="cuda") for h, x in zip(hiddens, parts, strict=True)]
+
+    def launches(gated: bool) -> list[Callable[[], None]]:
+        made: list[Callable[[], None]] = []
+        for x, hidden, out, (own, routed) in zip(parts, hiddens, outs, routings, strict=True):
+            a, w, o, tile = (x, own.gate_up, hidden, first) if gated else (hidden, own.down, out, second)
+            made.append(
+                lambda a=a, w=w, o=o, own=own, routed=routed, tile=tile: moe.product(  # type: ignore[misc]
+                    a, w, o, own, routed, count, tile, gated=gated, dependent=dependent
+                )
+            )
+        return made
+
+    residual = torch.zeros_like(parts[0])
+
+    def one_layer(x: Tensor) -> None:
+        answers = layer.answers(x, count, dependent=dependent)
+        moe.combine_norm(answers, residual, layer.scale, 1e-5, count, dependent=dependent)
+
+    whole = graph_us([lambda x=x: one_layer(x) for x in parts], 10)  # type: ignore[misc]
+    return {
+        "tokens": tokens, "gate_up_us": graph_us(launches(True), 10), "down_us": graph_us(launches(False), 10),
+        "layer_us": whole,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="a folder with a config.json")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 64, 256, TOKENS])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layer = Layer(check_snapshot(options.model, weights=False).spec)
+    with torch.inference_mode():
+        passed = check(layer)
+        timed = [times(layer, tokens) for tokens in options.tokens]
+    expert_bytes = 2 * (layer.gate_up[0].numel() + layer.down[0].numel())
+    for row in timed:
+        pairs = row["tokens"] * layer.moe.experts_per_token
+        touched = layer.moe.num_experts * (1 - (1 - 1 / layer.moe.num_experts) ** pairs)
+        seconds = row["layer_us"] / 1e6
+        print(
+            f"{row['tokens']:5.0f} tokens: gate_up {row['gate_up_us']:7.1f} us, down {row['down_us']:7.1f} us, "
+            f"layer {row['layer_us']:7.1f} us ({touched * expert_bytes / seconds / 1e12:.2f} TB/s of weights, "
+            f"{pairs * expert_bytes / seconds / 1e12:.0f} TFLOP/s)",
+            flush=True,
+        )
+    if options.out:
+        options.out.write_text(json.dumps({"passed": passed, "times": timed}, indent=1) + "\n")
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()

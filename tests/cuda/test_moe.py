@@ -1,0 +1,223 @@
+"""A mixture of experts is the CPU's, whatever the tiles, the batch and the order in which pairs arrive."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.interpreted import order_products
+from worker_svc.cuda import moe, rows
+from worker_svc.cuda.matmul import Tile
+from worker_svc.cuda.moe import Answers, Experts, Routed
+from worker_svc.ops import moe as plain
+from worker_svc.ops.cpu import CpuOps
+from worker_svc.ops.invariance import probe
+from worker_svc.ops.leaves import LeafPart
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    if device == "cpu":
+        order_products(monkeypatch)
+
+
+Tiles = tuple[Tile, Tile]
+SMALL, WIDE, TALL = Tile(16, 64, 32, 2, 2), Tile(16, 128, 64, 2, 4, group_m=3), Tile(32, 32, 64, 2, 4)
+TILES: list[Tiles] = [(SMALL, SMALL), (WIDE, TALL), (TALL, WIDE)]
+TOKENS = 21
+
+
+@dataclass
+class Layer:
+    """Random experts, as a checkpoint holds them and as the kernels do."""
+
+    router: Tensor  # [X, D]
+    gate_up: Tensor  # [X, 2 * I, D]
+    down: Tensor  # [X, D, I]
+    experts: Experts
+    slots: int
+    renormalise: bool = False
+
+    def route(self, x: Tensor, *, grouped: bool, count: int | None = None) -> Routed:
+        return moe.route(
+            x, self.router, self.slots, self.experts.counts, number(count or len(x), x),
+            renormalise=self.renormalise, grouped=grouped,
+        )  # fmt: skip
+
+    def answers(self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None) -> Answers:
+        routed = self.route(x, grouped=grouped, count=count)
+        return moe.answer(x, self.experts, routed, number(count or len(x), x), x.dtype, tiles=tiles)
+
+    def run(self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None) -> Tensor:
+        return moe.combine(
+            self.answers(x, grouped=grouped, tiles=tiles, count=count), number(count or len(x), x), x.dtype
+        )
+
+
+def number(n: int, like: Tensor) -> Tensor:
+    return torch.tensor([n], dtype=torch.int32, device=like.device)
+
+
+def make(device: str, dtype: torch.dtype, experts: int = 8, slots: int = 2, width: int = 64, inner: int = 48) -> Layer:
+    generator = torch.Generator().manual_seed(experts + slots)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / 8).to(device, dtype)
+
+    router, gate_up, down = draw(experts, width), draw(experts, 2 * inner, width), draw(experts, width, inner)
+    return Layer(router, gate_up, down, moe.prepare(gate_up, down), slots)
+
+
+def inputs(layer: Layer, tokens: int = TOKENS) -> Tensor:
+    x = torch.randn(tokens, layer.router.shape[1], generator=torch.Generator().manual_seed(5))
+    return x.to(layer.router)
+
+
+def twin(layer: Layer, x: Tensor) -> Tensor:
+    """The CPU's mixture in double precision, [T, D]."""
+    ops = CpuOps(torch.float64, probe(torch.float64))
+    x, router, gate_up, down = (t.double().cpu() for t in (x, layer.router, layer.gate_up, layer.down))
+    experts = ops.prepare_experts(gate_up, down, LeafPart(0, 1, 1))
+    ids, weights = plain.choose(x @ router.T, layer.slots, layer.renormalise)
+    (total,) = plain.leaf_sums(x, ids, weights, experts, torch.float64)
+    return total
+
+
+def close(out: Tensor, want: Tensor) -> bool:
+    error = float((out.double().cpu() - want).norm() / want.norm())
+    return error < (2e-2 if out.dtype == torch.bfloat16 else 2e-5)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("shape", [(8, 2, 64, 48), (5, 3, 80, 32), (20, 8, 48, 40)], ids=["8", "5", "20"])
+def test_it_is_the_cpus_mixture(
+    shape: tuple[int, int, int, int], renormalise: bool, grouped: bool, device: str, dtype: torch.dtype
+) -> None:
+    layer = replace(make(device, dtype, *shape), renormalise=renormalise)
+    x = inputs(layer, 40 // layer.slots)
+    assert close(layer.run(x, grouped=grouped), twin(layer, x))
+    if grouped and layer.slots == 2:
+        assert not close(replace(layer, renormalise=not renormalise).run(x), twin(layer, x))
+
+
+def test_ties_go_to_the_lower_expert(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype, experts=20, slots=5)
+    layer.router[:] = 0
+    layer.router[[7, 3]] = 1
+    routed = layer.route(inputs(layer).abs(), grouped=True)
+    assert routed.ids.tolist() == [[3, 7, 0, 1, 2]] * TOKENS
+    layer.router[:] = -torch.arange(20, device=device).to(dtype)[:, None] * 50  # all but the first underflow
+    assert layer.route(inputs(layer).abs(), grouped=False).ids.tolist() == [[0, 1, 2, 3, 4]] * TOKENS
+
+
+def test_lists_hold_every_pair_once_and_are_empty_again_after_the_sum(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype)
+    x, live = inputs(layer), TOKENS - 6
+    answers = layer.answers(x, count=live)
+    counts, lists, ids = layer.experts.counts.tolist(), answers.routed.lists, answers.routed.ids[:live].flatten()
+    assert lists is not None and sum(counts) == live * layer.slots
+    for expert, count in enumerate(counts):
+        assert sorted(lists[expert, :count].tolist()) == torch.nonzero(ids == expert).flatten().tolist()
+    moe.combine(answers, number(live, x), dtype)
+    assert not layer.experts.counts.any()
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=["small", "wide then tall", "tall then wide"])
+def test_tiles_and_grouping_change_no_bit(tiles: Tiles, device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype)
+    x = inputs(layer)
+    want = layer.run(x)
+    assert torch.equal(layer.run(x, tiles=tiles), want)
+    assert torch.equal(layer.run(x, tiles=tiles, grouped=False), want)
+
+
+def test_a_token_has_the_same_bits_alone_in_any_batch_and_in_any_order(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype)
+    x = inputs(layer)
+    want = layer.run(x)
+    for rows_of in ([5], [20, 5], [*range(20, -1, -1)], [5] * 20, [*range(10, 20)]):
+        at = torch.tensor(rows_of, device=device)
+        grouped = len(rows_of) > 2
+        assert torch.equal(layer.run(x[at].contiguous(), grouped=grouped), want[at]), rows_of
+    padded = torch.cat((x, torch.full_like(x, float("nan"))))
+    assert torch.equal(layer.run(padded, count=TOKENS)[:TOKENS], want)
+
+
+def test_the_order_of_arrival_changes_no_bit(device: str, dtype: torch.dtype) -> None:
+    """Atomics hand out places in whatever order: shuffle the lists, as another run may."""
+    layer = make(device, dtype)
+    x = inputs(layer)
+    want = layer.run(x)
+    routed = layer.route(x, grouped=True)
+    assert routed.lists is not None
+    for expert, count in enumerate(layer.experts.counts.tolist()):
+        routed.lists[expert, :count] = routed.lists[expert, :count].flip(0)
+    answers = moe.answer(x, layer.experts, routed, number(TOKENS, x), dtype, tiles=TILES[1])
+    assert torch.equal(moe.combine(answers, number(TOKENS, x), dtype), want)
+
+
+def by_expert(answers: Answers) -> Answers:
+    """Slots ascend by expert: what a sum in the order of the experts' lists would add."""
+    routed = answers.routed
+    order = torch.argsort(routed.ids, 1)
+    values = answers.values.view(*routed.ids.shape, -1)
+    values = values.gather(1, order[:, :, None].expand_as(values)).flatten(0, 1).contiguous()
+    sorted_ = replace(routed, ids=routed.ids.gather(1, order), weights=routed.weights.gather(1, order).contiguous())
+    return Answers(values, sorted_, answers.experts)
+
+
+def last_slot_first(answers: Answers) -> Answers:
+    routed = answers.routed
+    values = answers.values.view(*routed.ids.shape, -1).flip(1).flatten(0, 1).contiguous()
+    return Answers(values, replace(routed, weights=routed.weights.flip(1).contiguous()), answers.experts)
+
+
+@pytest.mark.parametrize("mutant", [by_expert, last_slot_first])
+def test_another_order_of_the_sum_would_be_seen(
+    mutant: Callable[[Answers], Answers], device: str, dtype: torch.dtype
+) -> None:
+    layer = make(device, dtype, experts=20, slots=8)
+    x, count = inputs(layer, 5), number(5, layer.router)
+    answers = layer.answers(x, tiles=(WIDE, WIDE))
+    want = moe.combine(answers, count, torch.float32)
+    out = moe.combine(mutant(answers), count, torch.float32)
+    assert not torch.equal(out, want) and close(out, want.double().cpu())
+
+
+def test_experts_by_place_in_the_batch_would_be_seen(device: str, dtype: torch.dtype) -> None:
+    """A list that names another token's pairs: the answers are stored under the wrong pair."""
+    layer = make(device, dtype)
+    x = inputs(layer)
+    routed = layer.route(x, grouped=True)
+    assert routed.lists is not None
+    routed.lists[:] = torch.arange(TOKENS, device=device, dtype=torch.int32)
+    answers = moe.answer(x, layer.experts, routed, number(TOKENS, x), dtype, tiles=TILES[0])
+    assert not close(moe.combine(answers, number(TOKENS, x), dtype).nan_to_num(0, 0, 0), twin(layer, x))
+
+
+def test_the_sum_with_the_next_norm_has_the_bits_of_both(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype, width=80)
+    x, count = inputs(layer), number(TOKENS, inputs(layer))
+    residual, scale = torch.randn_like(x), torch.rand_like(x[0]) + 0.5
+    update = layer.run(x)
+    want, total = torch.empty_like(x), residual.clone()
+    rows.add_norm_kernel[(TOKENS,)](
+        update, total, scale, want, count, 80, 1e-5, ADD=True, BLOCK=128, DEPENDENT=False, num_warps=rows.WARPS
+    )
+    got = moe.combine_norm(layer.answers(x), residual, scale, 1e-5, count)
+    assert torch.equal(got, want) and torch.equal(residual, total)
+    assert not layer.experts.counts.any()
+
+
+def test_a_row_with_nan_stays_itself_and_harms_no_other(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype)
+    x = inputs(layer)
+    want = layer.run(x)
+    x[9] = float("nan")
+    for grouped in (True, False):
+        out = layer.run(x, grouped=grouped)
+        assert out[9].isnan().all()
+        assert torch.equal(torch.cat((out[:9], out[10:])), torch.cat((want[:9], want[10:])))
