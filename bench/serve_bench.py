@@ -188,10 +188,11 @@ class Services:
         logs.mkdir(parents=True, exist_ok=True)
         model = Path(options.model)
         weights = [] if list(model.glob("*.safetensors")) else ["--random-weights", "0"]
-        self._worker = self._run(
-            "worker", "-m", "worker_svc.app", "--listen", f"127.0.0.1:{worker_port}", "--model", str(model),
+        self._worker_command = (
+            "-m", "worker_svc.app", "--listen", f"127.0.0.1:{worker_port}", "--model", str(model),
             "--device", options.device, "--numerics", options.numerics, *weights, *options.worker_flag,
         )  # fmt: skip
+        self._worker = self._run("worker", *self._worker_command)
         self._scheduler = self._run(
             "scheduler", "-m", "scheduler_svc.app", "--workers", f"127.0.0.1:{worker_port}", "--listen", self.address,
             "--block-size", str(options.block_size), "--max-num-seqs", str(options.max_num_seqs),
@@ -213,12 +214,23 @@ class Services:
         with (self._logs / f"{name}.log").open("wb") as log:
             return subprocess.Popen(tied([sys.executable, *command]), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
+    def replace_worker(self) -> None:
+        """Kill the worker and start another in its place, as a supervisor would."""
+        self._worker.kill()
+        self._worker.wait()
+        self._worker = self._run("worker", *self._worker_command)
+
     def log(self, name: str) -> str:
         return (self._logs / f"{name}.log").read_text(errors="replace")
 
     def start_split(self) -> dict[str, float]:
         """Seconds as the worker's log tells them."""
         return {name: float(s) for name, s in re.findall(r"(weights|kernels|graphs) in ([\d.]+) s", self.log("worker"))}
+
+    def kernels_a_step(self) -> int | None:
+        """Of one decoding row, as the worker's log tells it."""
+        found = re.findall(r"(\d+) kernels in a step", self.log("worker"))
+        return int(found[-1]) if found else None
 
     def stop(self) -> None:
         for process in (self._scheduler, self._worker):
@@ -351,7 +363,7 @@ def main() -> None:
         print(f"serving after {services.start_s:.1f} s {services.start_split()}", flush=True)
         results, greedy = asyncio.run(run(options, services))
     finally:
-        split = services.start_split()
+        split, kernels = services.start_split(), services.kernels_a_step()
         services.stop()
     guard: dict[str, Any] = {}
     if options.guards:
@@ -363,7 +375,8 @@ def main() -> None:
 
     for figures in results:
         figures |= {
-            "start_s": round(services.start_s, 1), "start_split_s": split, "greedy": guard, "torch": torch.__version__,
+            "start_s": round(services.start_s, 1), "start_split_s": split, "kernels_a_step": kernels,
+            "greedy": guard, "torch": torch.__version__,
             "commit": commit(), "command": "python " + " ".join(sys.argv),
         }  # fmt: skip
         failed = figures.get("differing_alone") or guard.get("wrong", 0) > guard.get("bf16_wrong", 0)

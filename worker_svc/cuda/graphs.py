@@ -7,6 +7,7 @@ costs a few empty programs and has the same bits. Decode buckets serve steps in 
 buckets all others.
 """
 
+import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +52,16 @@ class Replay:
         return self.hidden, self.logits
 
 
+def _nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Nodes of a captured graph that was kept: kernels and copies."""
+    count = ctypes.c_size_t()
+    failed = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
+        ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)
+    )
+    assert not failed, f"cuGraphGetNodes answered {failed}"
+    return count.value
+
+
 def decode_buckets(max_rows: int) -> list[int]:
     """Powers of two, and the bound itself."""
     return sorted({*(1 << i for i in range(max_rows.bit_length()) if 1 << i < max_rows), max_rows})
@@ -79,6 +90,7 @@ class StepGraphs:
         self._decode = decode_buckets(sizes.rows)
         self._mixed = mixed_buckets(sizes.rows, sizes.tokens)
         self._launches: dict[Bucket, Launch] = {}
+        self.kernels_a_step = 0  # nodes of the graph of one decoding row, once captured
 
     def run(self, of: Bucket) -> tuple[Tensor, Tensor]:
         """Launch the step that the next message describes; hidden states and logits as in `Launch`."""
@@ -110,10 +122,14 @@ class StepGraphs:
         """Capture every bucket. Each must have run once, so that its kernels are loaded."""
         pool = None
         for bucket in self.buckets():
-            graph = torch.cuda.CUDAGraph()
+            smallest = bucket == Bucket(1)
+            graph = torch.cuda.CUDAGraph(keep_graph=smallest)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 hidden, logits = self.run(bucket)
             pool = graph.pool()
+            if smallest:
+                self.kernels_a_step = _nodes(graph)
+                graph.instantiate()
             self._launches[bucket] = Replay(graph, hidden, logits)
 
     def launch_kernels(self) -> None:

@@ -163,9 +163,10 @@ class CudaRunner:
         self._special: dict[int, SamplerRow] = {}  # rows that the host draws, by slot
         self._unresolved: deque[Pending] = deque()
         logger.info(
-            "epoch %d: kernels in %.1f s, graphs in %.1f s, graphs and steps take %.2f GiB, %d blocks of %d tokens",
+            "epoch %d: kernels in %.1f s, graphs in %.1f s, graphs and steps take %.2f GiB, %d blocks of %d tokens, "
+            "%d kernels in a step of one row",
             config.epoch, warmed - started, time.monotonic() - warmed, step_bytes / 2**30, num_blocks,
-            config.block_size,
+            config.block_size, graphs.kernels_a_step,
         )  # fmt: skip
         return num_blocks
 
