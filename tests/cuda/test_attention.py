@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cuda.paged import Paged
+from worker_svc.cuda import prefill_hopper
 from worker_svc.cuda.attention import Shape, Tuning
 
 SHAPES = [Shape(4, 2, 32, 64), Shape(4, 1, 32, 16), Shape(2, 2, 32, 64, window=100), Shape(6, 2, 32, 64)]
@@ -39,3 +40,24 @@ def test_a_key_of_the_future_would_be_seen_by_this_oracle(device: str, dtype: to
     paged = Paged(SHAPES[0], [70], device, dtype)
     out = paged.run([(0, 60, 1)], TUNING)
     assert not close(paged.run([(0, 61, 1)], TUNING), out.double())
+
+
+def test_how_splits_are_loaded_for_folding_changes_no_bit(device: str, dtype: torch.dtype) -> None:
+    paged = Paged(Shape(2, 1, 32, 64), [3000, 300], device, dtype)
+    spans = [(0, 2999, 1), (1, 299, 1)]
+    one_by_one = paged.run(spans, Tuning(fold_ahead=1, fold_rows=0))
+    for tuning in (Tuning(fold_ahead=8, fold_width=16), Tuning(fold_ahead=16, fold_rows=0)):
+        assert torch.equal(paged.run(spans, tuning), one_by_one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("heads", [8, 32])
+def test_prefill_on_hopper_has_the_bits_of_the_plain_kernel(heads: int, block_size: int) -> None:
+    shape = Shape(heads, 8, 128, block_size)
+    if not prefill_hopper.fits(shape):
+        pytest.skip("needs a Hopper GPU and its Triton")
+    paged = Paged(shape, [700, 513, 64, 1100], "cuda", torch.bfloat16)
+    for spans in [[(s, 0, n) for s, n in enumerate(paged.lengths)], [(0, 100, 333), (1, 255, 2), (3, 511, 300)]]:
+        plain = paged.run(spans, Tuning(hopper_prefill=False))
+        assert torch.equal(paged.run(spans, Tuning(hopper_prefill=True)), plain)

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from worker_svc.cuda import prefill_hopper
 from worker_svc.cuda.attention_kernels import (
     decode_kernel,
     fold_kernel,
@@ -50,9 +51,16 @@ class Tuning:
     decode_programs: int = 1056
     decode_warps: int = 2
     decode_stages: int = 3
+    fold_ahead: int = 8
+    fold_width: int = 32  # columns of a program at up to fold_rows rows
+    fold_rows: int = 16
     prefill_block_m: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 2
+    hopper_prefill: bool = False  # tiles of `prefill_hopper.ROWS` and its kernel, where it fits
+    hopper_stages: int = 5
+    hopper_turns: bool = False
+    hopper_early: bool = False
     shared_programs: int = 264
     shared_warps: int = 4
     shared_stages: int = 2
@@ -145,9 +153,18 @@ def decode(
         STEP=STEP, TILE=TILE, BLOCK_M=max(16, triton.next_power_of_2(group)), DEPENDENT=dependent,
         **_options(tuning.decode_warps, tuning.decode_stages, dependent),
     )  # fmt: skip
-    fold_kernel[(max_rows, shape.heads)](
+    fold(shape, rows, work, out, max_rows, tuning, dependent=dependent)
+
+
+def fold(
+    shape: Shape, rows: Rows, work: Work, out: torch.Tensor, max_rows: int, tuning: Tuning, *, dependent: bool = False
+) -> None:
+    """The last part of `decode`: what the splits of a row gave, folded in order. Few rows take more programs each."""
+    width = min(shape.head_dim, tuning.fold_width if max_rows <= tuning.fold_rows else shape.head_dim)
+    fold_kernel[(max_rows, shape.heads, shape.head_dim // width)](
         work.acc, work.sums, work.m, work.starts, rows.query_starts, rows.num_rows, out,
-        HEADS=shape.heads, D=shape.head_dim, DEPENDENT=dependent, **_options(1, 1, dependent),
+        HEADS=shape.heads, D=shape.head_dim, WIDTH=width, AHEAD=tuning.fold_ahead, DEPENDENT=dependent,
+        **_options(1, 1, dependent),
     )  # fmt: skip
 
 
@@ -167,9 +184,15 @@ def decode_shared(
     )  # fmt: skip
 
 
+def _prefill_on_hopper(shape: Shape, tuning: Tuning) -> bool:
+    """Which kernel computes prefill: a matter of speed alone, the bits are the same."""
+    return tuning.hopper_prefill and prefill_hopper.fits(shape)
+
+
 def tile_tokens(shape: Shape, tuning: Tuning) -> int:
     """New tokens of one prefill tile."""
-    return tuning.prefill_block_m // (shape.heads // shape.kv_heads)
+    rows = prefill_hopper.ROWS if _prefill_on_hopper(shape, tuning) else tuning.prefill_block_m
+    return rows // (shape.heads // shape.kv_heads)
 
 
 def prefill(
@@ -177,11 +200,20 @@ def prefill(
     tuning: Tuning, *, dependent: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the rows that the tile list names; arguments as for `decode`."""
+    scale = LOG2E / shape.head_dim**0.5
+    block_m, warps = tuning.prefill_block_m, tuning.prefill_warps
+    if _prefill_on_hopper(shape, tuning):
+        if q.element_size() == 2:
+            prefill_hopper.prefill(
+                shape, q, k, v, rows, out, max_tiles, scale, SPLIT, tuning, dependent=dependent
+            )  # fmt: skip
+            return
+        block_m, warps = prefill_hopper.ROWS, 8  # the tile list is cut for the other kernel
     prefill_kernel[(shape.kv_heads, max_tiles)](
         q, _cache_args(shape, k), _cache_args(shape, v), k, v, rows.tables, rows.tables.stride(0), rows.row_slots,
         rows.query_starts, rows.first_positions, rows.tile_rows, rows.tile_tokens, rows.num_tiles, out,
-        LOG2E / shape.head_dim**0.5,
+        scale,
         KV_HEADS=shape.kv_heads, G=shape.heads // shape.kv_heads, D=shape.head_dim, PAGE=shape.block_size,
-        WINDOW=shape.window, SPLIT=SPLIT, STEP=STEP, TILE=TILE, BLOCK_M=tuning.prefill_block_m, DEPENDENT=dependent,
-        **_options(tuning.prefill_warps, tuning.prefill_stages, dependent),
+        WINDOW=shape.window, SPLIT=SPLIT, STEP=STEP, TILE=TILE, BLOCK_M=block_m, DEPENDENT=dependent,
+        **_options(warps, tuning.prefill_stages, dependent),
     )  # fmt: skip

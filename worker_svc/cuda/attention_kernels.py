@@ -280,8 +280,11 @@ def shared_kernel(q, k_desc, v_desc, k_ptr, v_ptr, tables, table_stride, member_
 
 @triton.jit
 def fold_kernel(part_acc, part_l, part_m, starts, token_of, rows_ptr, out, HEADS: tl.constexpr, D: tl.constexpr,
-                DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (row, head): the row's splits in order."""
+                WIDTH: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (row, head, columns): WIDTH columns of the row's splits in order, AHEAD of them loaded at once.
+
+    A split past the last is one in which the row sees nothing.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -291,19 +294,24 @@ def fold_kernel(part_acc, part_l, part_m, starts, token_of, rows_ptr, out, HEADS
         start = tl.load(starts + row)
         end = tl.load(starts + row + 1)
         if end > start:
-            d = tl.arange(0, D)
+            d = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
+            one = tl.arange(0, 1)
             M = tl.full([1], float("-inf"), tl.float32)
             L = tl.zeros([1], tl.float32)
-            ACC = tl.zeros([1, D], tl.float32)
-            for i in range(0, end - start):
-                at = (start.to(tl.int64) + i) * HEADS + h
-                acc = tl.load(part_acc + at * D + d)[None, :]
-                sums = tl.load(part_l + at + tl.arange(0, 1))
-                m = tl.load(part_m + at + tl.arange(0, 1))
-                M, L, ACC = _fold(M, L, ACC, m, sums, acc)
+            ACC = tl.zeros([1, WIDTH], tl.float32)
+            for first in range(0, end - start, AHEAD):
+                accs, sums, ms = (), (), ()
+                for i in tl.static_range(AHEAD):
+                    at = (start.to(tl.int64) + first + i) * HEADS + h
+                    there = first + i + one < end - start
+                    accs += (tl.load(part_acc + at * D + d, mask=there[:, None], other=0.0),)  # type: ignore[assignment]
+                    sums += (tl.load(part_l + at + one, mask=there, other=0.0),)  # type: ignore[assignment]
+                    ms += (tl.load(part_m + at + one, mask=there, other=float("-inf")),)  # type: ignore[assignment]
+                for i in tl.static_range(AHEAD):
+                    M, L, ACC = _fold(M, L, ACC, ms[i], sums[i], accs[i])
             token = tl.load(token_of + row).to(tl.int64)
             result = (ACC / L[:, None]).to(out.dtype.element_ty)
-            tl.store(out + (token * HEADS + h) * D + d[None, :], result)
+            tl.store(out + (token * HEADS + h) * D + d, result)
 
 
 @triton.jit
