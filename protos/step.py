@@ -179,6 +179,13 @@ class EpochLost(Exception):
     """The group can run no further step: a rank died, hung, disagreed or refused. Join a new epoch, introduce again."""
 
 
+class CannotForm(EpochLost):
+    """The ranks are there and cannot stand as a group of these sizes (memory, shapes): joining again ends the same way.
+
+    Unless something outside changes, such as memory that a process on its way out still holds.
+    """
+
+
 def step_digest(epoch: int, seq: int, token_ids: Int32s, logprobs: Float32s, failed_slots: Int32s) -> int:
     """64 bits of what a rank drew in a step; equal on every rank or the epoch ends."""
     state = hashlib.blake2b(np.array([epoch, seq], "<u8").tobytes(), digest_size=8)

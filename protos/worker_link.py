@@ -20,6 +20,7 @@ from protos.step import Floats
 EPOCH_KEY = "lockstep-epoch"  # of Steps: the epoch that the stream steps
 SECRET_KEY = "lockstep-secret"  # of everything but health: what makes the caller no stranger
 HOST_KEY = "lockstep-host"  # of Steps: the caller's host_identity
+CANNOT_FORM_KEY = "lockstep-cannot-form"  # behind the error of Join or Steps: a step.CannotForm
 
 SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"  # of the environment: command lines are public
 

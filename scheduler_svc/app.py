@@ -2,8 +2,8 @@
 
     bind the port -> start the engine process -> serve when the workers do -> SIGTERM: drain -> exit
 
-Exit codes: 0 after a drain; 1 when the engine process ended; 2 for options that contradict each other or the model;
-3 for a port that is taken; 130 at the second signal.
+Exit codes: 0 after a drain; 1 when the engine process ended; 2 for options that contradict each other, the model or the
+memory of the workers; 3 for a port that is taken; 130 at the second signal.
 """
 
 import argparse
@@ -79,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
     add("--no-prefix-cache", action="store_true", help="share no keys and values between requests")
     add("--no-forecast", action="store_true", help="admit what fits now, and preempt when the pool is full")
     add("--step-timeout", type=float, default=30.0, metavar="S", help="a step that takes longer ends the epoch")
+    add(
+        "--form-timeout",
+        type=float,
+        metavar="S",
+        help="for a group to form; default: 30, with GPUs 120 (kernels compile)",
+    )
     add("--recovery-timeout", type=float, default=120.0, metavar="S", help="then streams end with UNAVAILABLE")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="what running requests get at SIGTERM")
     add("--metrics", metavar="HOST:PORT", help="a Prometheus endpoint")
@@ -126,6 +132,8 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
     for name in ("block_size", "max_num_seqs", "max_batch_tokens", "pipeline_depth"):
         if getattr(options, name) < 1:
             usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least 1 is needed")
+    if options.form_timeout is not None and options.form_timeout <= 0:
+        usage.error(f"--form-timeout is {options.form_timeout:g}; it must be above 0")
     for name in ("kv_blocks", "max_seq_len", "max_queue", "drain_timeout", "step_timeout", "recovery_timeout"):
         if getattr(options, name) < 0:
             usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it cannot be negative")
@@ -148,6 +156,7 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             options.sample_at == "scheduler",
             options.record,
             options.record_mib << 20,
+            options.form_timeout,
         ),
         engine=EngineConfig(
             block_size=options.block_size,
@@ -203,6 +212,7 @@ class SchedulerServer:
         self._idle = asyncio.Event()
         self._exit_code = 0
         self._announced = False
+        self._told_reason = ""
         self._closing: list[Callable[[], None]] = []
         self.port = 0
 
@@ -305,8 +315,9 @@ class SchedulerServer:
                 host = self._config.listen.rpartition(":")[0]
                 print(f"{READY_MARK} on {host}:{self.port}", flush=True)
             self._announced = True
-        elif front.reason:
+        elif front.reason and front.reason != self._told_reason:  # the same one comes with every try
             logger.info("%s: %s", front.shown_state.value, front.reason)
+        self._told_reason = front.reason
 
     def _engine_ended(self, code: int) -> None:
         logger.error("the engine process ended with code %d", code)

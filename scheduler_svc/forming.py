@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
 
-from protos.step import Description, GroupConfig
+from protos.step import CannotForm, Description, GroupConfig
 from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.executor import EpochLost, Executor
 from scheduler_svc.messages import EngineFacts
@@ -17,6 +17,9 @@ from scheduler_svc.messages import EngineFacts
 logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
+# A group that says it cannot form is believed at the third time: what its ranks lacked at first, a process on its way
+# out may still have held.
+CANNOT_FORM_TRIES, CANNOT_FORM_PAUSE_S = 3, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,21 @@ class GroupFormer:
 
     def _try(self, last_epoch: int, facts: EngineFacts | None) -> None:
         backoff = MIN_BACKOFF_S
+        refusals = 0  # in a row
         while not self._closed.is_set():
             try:
                 formed = self._join(last_epoch, facts)
+            except CannotForm as refusal:
+                refusals += 1
+                logger.error("no group can be formed (try %d of %d): %s", refusals, CANNOT_FORM_TRIES, refusal)
+                if refusals == CANNOT_FORM_TRIES:
+                    self._tell(NotFormed(f"no group can be formed: {refusal}", fatal=True))
+                    return
+                self._tell(NotFormed(str(refusal)))
+                self._closed.wait(CANNOT_FORM_PAUSE_S)
+                continue
             except EpochLost as lost:
+                refusals = 0
                 self._tell(NotFormed(str(lost)))
             except ValueError as error:  # options that the model does not allow
                 self._tell(NotFormed(str(error), fatal=True))

@@ -18,7 +18,7 @@ from google.rpc.status_pb2 import Status
 from protos import generation_pb2 as pb
 from protos.step import Int32s
 from scheduler_svc import limits, statuses
-from scheduler_svc.core.events import Finished, Tokens
+from scheduler_svc.core.events import Finished, FinishReason, Tokens
 from scheduler_svc.known_model import KnownModel, learn
 from scheduler_svc.messages import (
     AskStats,
@@ -286,6 +286,8 @@ class FrontEnd:
             return
         stream = entry[0]
         stream.finish(finished)
+        if finished.reason is FinishReason.UNAVAILABLE and stream.failure is not None and self.reason:
+            stream.failure = statuses.unavailable(f"{stream.failure.message}: {self.reason}")
         dirty[finished.key] = entry
         if stream.done:
             self._forget(stream, None)
@@ -319,6 +321,8 @@ class FrontEnd:
             self.model = learn(notice.facts, self._tokenizer_folder, self.model)
         self.state, self.reason = notice.state, notice.reason
         self._observer.state(notice.state, notice.reason)
+        if notice.state is EngineState.FAILED:  # for good: nobody shall wait for the end of the process
+            self.fail_all(statuses.unavailable(notice.reason))
         self.on_state()
 
     # Text

@@ -4,7 +4,8 @@ Knows the ranks' addresses, the stream of each and which steps are in flight. Do
 every rank is sent the same bytes, a result leaves only when the digests of all ranks agree, in order; and whatever goes
 wrong (a broken stream, a late step, a digest, a reply out of order) ends the epoch once, for all futures alike.
 
-Errors: everything raises EpochLost, its text naming the rank and, where there is one, the step.
+Errors: everything raises EpochLost, its text naming the rank and, where there is one, the step; CannotForm where a rank
+says that the next group of these sizes would not form either.
 """
 
 import logging
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -23,13 +24,15 @@ from google.protobuf.message import Message
 
 from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos.step import Description, EpochLost, Floats, GroupConfig, StepBatch, StepResult
-from protos.worker_link import EPOCH_KEY, HOST_KEY, SECRET_KEY, LogitsReader, host_identity
+from protos.step import CannotForm, Description, EpochLost, Floats, GroupConfig, StepBatch, StepResult
+from protos.worker_link import CANNOT_FORM_KEY, EPOCH_KEY, HOST_KEY, SECRET_KEY, LogitsReader, host_identity
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0  # of calls that only ask
-FORM_TIMEOUT_S = 30.0  # of joining: ranks meet, caches are allocated
+FORM_TIMEOUT_S = 30.0  # of joining, where nobody says otherwise: ranks meet, caches are allocated
+CUDA_FORM_TIMEOUT_S = 120.0  # and the first time on a machine kernels are compiled, which takes up to 40 s
+FORM_POLL_S = 0.1
 LOADING_POLL_S = 0.1
 
 
@@ -42,13 +45,18 @@ class _Rank:
 
     def lost(self, doing: str, error: grpc.RpcError) -> EpochLost:
         code, details = error.code(), error.details()
-        return EpochLost(f"rank {self.number} ({self.address}): {doing}: {code.name}: {details}")
+        trailing: Any = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+        lasting = CANNOT_FORM_KEY in dict(trailing or ())
+        kind = CannotForm if lasting else EpochLost
+        return kind(f"rank {self.number} ({self.address}): {doing}: {code.name}: {details}")
 
 
 class RemoteExecutor:
     """Args:
     addresses: host:port of each rank, rank 0 first.
     ready_timeout_s: how long `describe` waits for every rank to be reachable and loaded.
+    form_timeout_s: how long a group may take to form; None: FORM_TIMEOUT_S, or CUDA_FORM_TIMEOUT_S where rank 0 is on
+        a GPU. A rank that dies or freezes meanwhile is noticed as at any other time.
     secret: sent with every call; workers that were started with one refuse strangers.
     credentials: TLS towards the workers; None is plaintext.
     on_lost: called once, from any thread, when a joined epoch ends by itself, also while no step is in flight.
@@ -59,12 +67,14 @@ class RemoteExecutor:
         addresses: Sequence[str],
         *,
         ready_timeout_s: float = 600.0,
+        form_timeout_s: float | None = None,
         secret: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         on_lost: Callable[[EpochLost], None] | None = None,
     ) -> None:
         self._ranks = [_connect(number, address, credentials) for number, address in enumerate(addresses)]
         self._ready_timeout_s = ready_timeout_s
+        self._form_timeout_s = form_timeout_s
         self._metadata = ((SECRET_KEY, secret),) if secret is not None else ()
         self.on_lost = on_lost
         self._epoch: _Epoch | None = None
@@ -90,9 +100,16 @@ class RemoteExecutor:
         description = self._describe_ranks()
         if config.num_blocks == 0:
             config = replace(config, num_blocks=self._blocks_that_fit(config, description))
-        num_blocks = self._join_ranks(config)
+        on_gpu = description.device.startswith("cuda")
+        timeout_s = self._form_timeout_s or (CUDA_FORM_TIMEOUT_S if on_gpu else FORM_TIMEOUT_S)
+        deadline = time.monotonic() + timeout_s
         epoch = _Epoch(config, self._ranks, self._metadata, self._tell_lost)
-        epoch.open()
+        try:
+            num_blocks = self._join_ranks(config, epoch, deadline)
+            epoch.wait_accepted(deadline)
+        except EpochLost as lost:
+            epoch.end(str(lost), tell=False)
+            raise
         self._epoch = epoch
         if epoch.ended is not None:  # before `_epoch` was set, so that nobody was told
             raise epoch.ended
@@ -136,31 +153,54 @@ class RemoteExecutor:
         useful = 2 * config.max_num_seqs * -(-config.max_seq_len // config.block_size)
         return max(1, min(fits, useful))
 
-    def _join_ranks(self, config: GroupConfig) -> int:
+    def _join_ranks(self, config: GroupConfig, epoch: "_Epoch", deadline: float) -> int:
+        """Rank 0's stream is opened before the others join, so that its end is noticed while they look for it."""
         tp = len(self._ranks)
-        (first,) = self._ask("Join", [codec.encode_join(config, 0, tp, "")], FORM_TIMEOUT_S)
+        (first,) = self._ask("Join", [codec.encode_join(config, 0, tp, "")], deadline - time.monotonic(), epoch)
+        epoch.open(0)
         joins = [codec.encode_join(config, rank, tp, first.store_address) for rank in range(1, tp)]
-        others = self._ask("Join", [None, *joins], FORM_TIMEOUT_S)
+        others = self._ask("Join", [None, *joins], deadline - time.monotonic(), epoch)
+        for rank in range(1, tp):
+            epoch.open(rank)
         return min(config.num_blocks, *(int(reply.num_blocks) for reply in (first, *others) if reply.num_blocks))
 
-    def _ask(self, method: str, requests: Sequence[Message | None], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """One call to each rank at once (a None request leaves its rank out); the replies in rank order."""
+    def _ask(
+        self,
+        method: str,
+        requests: Sequence[Message | None],
+        timeout_s: float = CALL_TIMEOUT_S,
+        epoch: "_Epoch | None" = None,
+    ) -> list[Any]:
+        """One call to each rank at once (a None request leaves its rank out); the replies in rank order.
+
+        The first call to fail, or the end of `epoch`, ends all of them.
+        """
         calls = [
             (rank, getattr(rank.worker, method).future(request, timeout=timeout_s, metadata=self._metadata))
             for rank, request in zip(self._ranks, requests)
             if request is not None
         ]
-        replies = []
+        done: SimpleQueue[tuple[_Rank, Any]] = SimpleQueue()
+        for rank, call in calls:
+            call.add_done_callback(lambda call, rank=rank: done.put((rank, call)))
+        left = len(calls)
         try:
-            for rank, call in calls:
+            while left:
+                if epoch is not None and epoch.ended is not None:
+                    raise epoch.ended
                 try:
-                    replies.append(call.result())
+                    rank, call = done.get(timeout=FORM_POLL_S)
+                except Empty:
+                    continue
+                try:
+                    call.result()
                 except grpc.RpcError as error:
                     raise rank.lost(method, error) from None
+                left -= 1
+            return [call.result() for _, call in calls]
         finally:
             for _, call in calls:
                 call.cancel()
-        return replies
 
 
 @dataclass(eq=False)
@@ -196,14 +236,19 @@ class _Epoch:
         self._streams = [_Stream(rank, self) for rank in ranks]
         self._metadata = metadata
 
-    def open(self) -> None:
-        """Returns when every rank has accepted its stream, which is when the group stands."""
-        deadline = time.monotonic() + FORM_TIMEOUT_S
-        for stream in self._streams:
-            stream.open(self._metadata)
+    def open(self, rank: int) -> None:
+        """The stream of a rank that has joined. Raises EpochLost."""
+        with self._lock:  # so that whoever ends the epoch closes this stream too
+            if self.ended is None:
+                self._streams[rank].open(self._metadata)
+        if self.ended is not None:
+            raise self.ended
+
+    def wait_accepted(self, deadline: float) -> None:
+        """Returns when every rank has accepted its stream, which is when the group stands. Raises EpochLost."""
         for stream in self._streams:
             if not stream.accepted.wait(max(0.0, deadline - time.monotonic())):
-                self.end(f"rank {stream.rank.number} did not take its stream within {FORM_TIMEOUT_S:g} s", tell=False)
+                self.end(f"rank {stream.rank.number} did not take its stream in time", tell=False)
         if self.ended is not None:
             raise self.ended
         Thread(target=self._watch, name=f"watch-{self._config.epoch}", daemon=True).start()
@@ -282,12 +327,13 @@ class _Epoch:
         assert step.result is not None
         step.future.set_result(step.result)
 
-    def end(self, reason: str, *, tell: bool = True) -> EpochLost:
+    def end(self, reason: str | EpochLost, *, tell: bool = True) -> EpochLost:
         """End the epoch: streams are cancelled (which ends it on the ranks) and every future fails. Idempotent."""
         with self._lock:
             if self.ended is not None:
                 return self.ended
-            lost = self.ended = EpochLost(f"epoch {self._config.epoch}: {reason}")
+            kind = type(reason) if isinstance(reason, EpochLost) else EpochLost
+            lost = self.ended = kind(f"epoch {self._config.epoch}: {reason}")
             steps = list(self._steps)
             self._steps.clear()
         self._over.set()
@@ -346,7 +392,7 @@ class _Stream:
                 self._epoch.reply(self.rank.number, reply)
             self._epoch.end(f"rank {self.rank.number} ({self.rank.address}) ended its stream")
         except grpc.RpcError as error:
-            self._epoch.end(str(self.rank.lost("Steps", error)))
+            self._epoch.end(self.rank.lost("Steps", error))
         except Exception as error:  # a reader that dies unseen would leave its steps to the deadline
             logger.exception("rank %d: reading replies", self.rank.number)
             self._epoch.end(f"rank {self.rank.number}: {error!r}")

@@ -4,7 +4,8 @@ Knows processes: it starts them under names that people can read, restarts what 
 leaves nothing behind, whatever ends it (the kernel kills children whose parent is gone). Knows no model, no request.
 
     starting --the scheduler says that it serves--> up --SIGTERM--> draining --children gone--> exit
-    A child that ends while starting ends the whole command with its code; later it is restarted.
+    A child that ends while starting ends the whole command with its code; later it is restarted, unless its code (2)
+    says that it would end so again.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from types import FrameType
 from worker_svc import launch
 
 READY_MARK = "lockstep-scheduler: serving"  # how the scheduler's line on stdout begins once its health is SERVING
+EXIT_REFUSED = 2  # of a child: options, snapshot or memory do not allow it, now or after a restart
 SECRET_VARIABLE = "LOCKSTEP_WORKER_SECRET"
 PROBE_EVERY_S = 0.5
 FROZEN_AFTER_S = 1.5  # a child that is stopped (SIGSTOP) for this long is replaced
@@ -201,8 +203,9 @@ class Supervisor:
                 self._stop_workers()
             return
         ending = f"signal {-code}" if code < 0 else f"code {code}"
-        if not self._serving:
-            print(f"lockstep-up: {child.name} ended with {ending} while starting", file=sys.stderr, flush=True)
+        if not self._serving or code == EXIT_REFUSED:
+            why = "while starting" if not self._serving else "and would again: what it said last says why"
+            print(f"lockstep-up: {child.name} ended with {ending} {why}", file=sys.stderr, flush=True)
             self._exit_code = code if code > 0 else 1
             self._drain()
             return

@@ -6,6 +6,8 @@ from pathlib import Path
 from scheduler_svc.executor import Executor
 from scheduler_svc.security import TlsFiles
 
+READY_TIMEOUT_S = 10.0  # then whom the scheduler waits for is told, and it goes on waiting
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
@@ -14,6 +16,7 @@ class WorkerGroup:
     secret: what the workers were started with; None: they take anyone on loopback.
     record: folder for the step stream; None: it is not recorded.
     record_bytes: what the folder may grow to.
+    form_timeout_s: how long a group may take to form; None: what suits the workers' device.
     """
 
     addresses: tuple[str, ...]
@@ -22,13 +25,20 @@ class WorkerGroup:
     sample_at_scheduler: bool = False
     record: Path | None = None
     record_bytes: int = 256 << 20
+    form_timeout_s: float | None = None
 
     def connect(self) -> Executor:
         """Imports here what only the engine process needs."""
         from scheduler_svc.remote import RemoteExecutor
 
         credentials = self.tls.channel_credentials() if self.tls is not None else None
-        executor: Executor = RemoteExecutor(self.addresses, secret=self.secret, credentials=credentials)
+        executor: Executor = RemoteExecutor(
+            self.addresses,
+            ready_timeout_s=READY_TIMEOUT_S,
+            form_timeout_s=self.form_timeout_s,
+            secret=self.secret,
+            credentials=credentials,
+        )
         if self.sample_at_scheduler:
             from scheduler_svc.host_sampling import HostSampling
 

@@ -7,6 +7,7 @@ loopback a worker starts only with a secret or with mutual TLS.
 
 import hmac
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "lockstep.v1.Worker"
 MAX_CALLS = 32  # at once; a scheduler needs a stream and what it asks beside it
-EXIT_REFUSED, EXIT_PORT_TAKEN = 2, 3
+EXIT_REFUSED, EXIT_PORT_TAKEN, EXIT_DEVICE = 2, 3, 4
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -55,7 +56,11 @@ def serve(config: WorkerConfig, where: ServeConfig) -> None:
         state=pb.Description.State.LOADING, rank=config.rank, tp=config.tp, model_path=str(config.model)
     )
     service = WorkerService(
-        config.rank, config.tp, loading, lambda group, store: open_rendezvous(config, where.advertise, group, store)
+        config.rank,
+        config.tp,
+        loading,
+        lambda group, store: open_rendezvous(config, where.advertise, group, store),
+        on_broken=_end_for_another,
     )
     status = health.HealthServicer()
     _set_health(status, serving=False)
@@ -133,6 +138,12 @@ def _set_health(status: health.HealthServicer, *, serving: bool) -> None:
     kinds = health_pb2.HealthCheckResponse.ServingStatus
     for name in ("", SERVICE_NAME):
         status.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+
+def _end_for_another(reason: str) -> None:
+    """A device whose context is broken takes no other group in this process: whoever supervises starts a new one."""
+    logger.error("the device is lost to this process, which ends: %s", reason)
+    os._exit(EXIT_DEVICE)
 
 
 def _exit(code: int, message: str) -> Any:

@@ -8,7 +8,9 @@ Synchronous gRPC on purpose: one stream, whose handler thread waits for results 
 is as quick as an event loop, and health stays answerable during a long step.
 
 A refused call: UNAUTHENTICATED (wrong secret), UNAVAILABLE (loading), FAILED_PRECONDITION (stale epoch, wrong rank),
-INVALID_ARGUMENT (no message of this kind, columns that contradict each other), ABORTED (the epoch was lost).
+INVALID_ARGUMENT (no message of this kind, columns that contradict each other), ABORTED (the epoch was lost). For a
+group that would not form next time either, with CANNOT_FORM_KEY: RESOURCE_EXHAUSTED (memory), INVALID_ARGUMENT (sizes)
+and INTERNAL. How long forming may take is the caller's to say, by its deadline or by leaving.
 """
 
 import logging
@@ -25,13 +27,21 @@ from protos import codec, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from protos.malformed import Malformed
 from protos.step import Description, EpochLost, GroupConfig, StepResult
-from protos.worker_link import EPOCH_KEY, HOST_KEY, SHARED_FROM_BYTES, LogitsSegment, host_identity
+from protos.worker_link import (
+    CANNOT_FORM_KEY,
+    EPOCH_KEY,
+    HOST_KEY,
+    SHARED_FROM_BYTES,
+    LogitsSegment,
+    host_identity,
+)
 from worker_svc.engine import LocalExecutor
+from worker_svc.join_failures import JoinFailure, failure_of, is_memory, text_of
 from worker_svc.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
-FORM_TIMEOUT_S = 20.0
+FORM_POLL_S = 0.25  # how late a caller that has gone is noticed while the group forms
 MAX_EPOCH_STEP = 1 << 20  # between epochs that follow each other, so that no caller uses the numbers up
 MAX_CACHE_BYTES = 1 << 40  # beyond which no device's memory goes
 
@@ -62,6 +72,8 @@ class _Joined:
         self.formed = Event()
         self.num_blocks = 0
         self.error: str | None = None
+        self.code = grpc.StatusCode.ABORTED
+        self.lasting = False  # the next group would not form either
         self.claimed = False
 
 
@@ -69,13 +81,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Args:
     rank, tp: what this worker was started as.
     loading: what Describe answers until `ready` is called.
+    on_broken: told why only another process could form a group on this rank's device.
     """
 
-    def __init__(self, rank: int, tp: int, loading: pb.Description, open_rendezvous: OpenRendezvous) -> None:
+    def __init__(
+        self,
+        rank: int,
+        tp: int,
+        loading: pb.Description,
+        open_rendezvous: OpenRendezvous,
+        on_broken: Callable[[str], object] = lambda _: None,
+    ) -> None:
         self._rank = rank
         self._tp = tp
         self._loading = loading
         self._open_rendezvous = open_rendezvous
+        self._on_broken = on_broken
         self._executor: LocalExecutor | None = None
         self._lock = Lock()
         self._last_epoch = 0
@@ -104,6 +125,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is loading its weights")
         config = codec.decode_join(request)
         if wrong := _out_of_bounds(config, executor.describe()):
+            context.set_trailing_metadata(((CANNOT_FORM_KEY, "1"),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
         with self._lock:
             if (request.rank, request.tp) != (self._rank, self._tp):
@@ -132,8 +154,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     executor.leave(config.epoch)
                     joined.error = f"epoch {config.epoch} was left before it stood"
             except Exception as error:  # peers that do not come, memory that is not there
-                logger.warning("rank %d: epoch %d did not form: %r", self._rank, config.epoch, error)
-                joined.error = f"rank {self._rank}: the group did not form: {error}"
+                self._note(joined, error)
             joined.formed.set()
 
         forming = Thread(target=form, name=f"form-{config.epoch}", daemon=True)
@@ -203,10 +224,29 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return joined
 
     def _wait_formed(self, joined: _Joined, context: grpc.ServicerContext) -> None:
-        if not joined.formed.wait(FORM_TIMEOUT_S):
-            context.abort(grpc.StatusCode.ABORTED, f"rank {self._rank}: epoch {joined.epoch} did not form in time")
+        while not joined.formed.wait(FORM_POLL_S):
+            if not context.is_active():
+                context.abort(grpc.StatusCode.ABORTED, f"rank {self._rank}: nobody waits for epoch {joined.epoch}")
         if joined.error is not None:
-            context.abort(grpc.StatusCode.ABORTED, joined.error)
+            if joined.lasting:
+                context.set_trailing_metadata(((CANNOT_FORM_KEY, "1"),))
+            context.abort(joined.code, joined.error)
+
+    def _note(self, joined: _Joined, error: Exception) -> None:
+        """Why the group did not form."""
+        failure = failure_of(error, self._tp)
+        known = failure is JoinFailure.PEERS or is_memory(error) or isinstance(error, ValueError)
+        logger.warning(
+            "rank %d: epoch %d did not form: %s", self._rank, joined.epoch, text_of(error), exc_info=not known
+        )
+        joined.error = f"rank {self._rank}: the group did not form: {text_of(error)}"
+        joined.lasting = failure is JoinFailure.LASTING
+        if joined.lasting:
+            is_size = isinstance(error, ValueError)
+            other = grpc.StatusCode.INVALID_ARGUMENT if is_size else grpc.StatusCode.INTERNAL
+            joined.code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_memory(error) else other
+        elif failure is JoinFailure.DEVICE:
+            self._on_broken(joined.error)
 
     def _shared(self, joined: _Joined, context: grpc.ServicerContext) -> LogitsSegment | None:
         """Memory for this stream's logits, if the scheduler can open it."""

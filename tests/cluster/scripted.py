@@ -55,9 +55,12 @@ class _Done:
 
 
 class ScriptedRunner:
-    """`before` is called with each batch at its launch: tests delay, block or break a step there."""
+    """`before` is called with each batch at its launch, `on_join` with each config: tests act there."""
 
-    def __init__(self, rank=0, tp=1, before=lambda batch: None, change=lambda result: result):
+    def __init__(
+        self, rank=0, tp=1, before=lambda batch: None, change=lambda result: result, on_join=lambda config: None
+    ):
+        self._on_join = on_join
         self._rank, self._tp = rank, tp
         self._before, self._change = before, change
         self.joined = []
@@ -85,6 +88,7 @@ class ScriptedRunner:
 
     def join(self, config, group):
         self.joined.append(config)
+        self._on_join(config)
         self._config, self._group = config, group
         num_blocks = config.num_blocks or 64
         self._slots = SlotTable(config.max_num_seqs, 256, block_size=config.block_size, num_blocks=num_blocks)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -81,6 +82,24 @@ def test_a_tp_that_does_not_fit_is_refused_with_those_that_do(tiny):
     with Cluster_that_fails(tiny, tp=3) as up:
         assert up.process.wait(60) == 2
         assert "valid values of tp: 1, 2, 4" in up.text
+
+
+def test_a_pool_that_no_memory_holds_ends_the_command_and_says_so(tiny):
+    with Cluster_that_fails(tiny, kv_blocks=1 << 31) as up:
+        assert up.process.wait(60) == 2
+        wait_until_gone([psutil.Process(pid) for pid in up.pids()], 5)
+    assert "no group can be formed" in up.text and "num_blocks is out of bounds" in up.text
+    assert "lockstep-scheduler ended with code 2 while starting" in up.text
+
+
+def test_a_snapshot_that_can_no_longer_be_served_ends_the_command_and_is_not_tried_for_ever(tiny, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    with Cluster(copy) as cluster:
+        (copy / "model.safetensors").write_bytes(b"")
+        os.kill(cluster.worker_pid(), signal.SIGKILL)
+        assert cluster.process.wait(60) == 2
+    assert "lockstep-worker rank 0 ended with code 2 and would again" in cluster.text
 
 
 @pytest.mark.parametrize("which", ["scheduler", "worker"])

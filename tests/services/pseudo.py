@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from protos.step import Description, EpochLost, StepResult, int32s, step_digest
+from protos.step import CannotForm, Description, EpochLost, StepResult, int32s, step_digest
 from worker_svc.slots import SlotTable
 
 BOS, EOS, PAD = 256, 257, 258
@@ -73,6 +73,8 @@ class Pseudo:
         self._permits = threading.Semaphore(0)
         self._held = False
         self.down = False  # nobody answers
+        self.cannot_form = 0  # joins to come that a rank has no memory for
+        self.refused_joins = 0
         self.on_lost = None
         self.joins = []
         self.num_steps = 0
@@ -106,6 +108,10 @@ class Pseudo:
     def join(self, config):
         if self.down:
             raise EpochLost("rank 0 cannot be reached")
+        if self.cannot_form:
+            self.cannot_form -= 1
+            self.refused_joins += 1
+            raise CannotForm("rank 1: out of memory")
         self.joins.append(config)
         num_blocks = config.num_blocks or self.num_blocks
         self._table = SlotTable(

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc as rpc
-from scheduler_svc import app, loop
+from scheduler_svc import app, forming, loop
 from tests.services.pseudo import Pseudo, greedy, write_tokenizer
 from tests.services.served import Served, finish, logprobs, request, text, tokens, wait_until
 
@@ -167,9 +167,43 @@ def test_workers_that_come_back_different_do_not_continue_streams(tmp_path):
         with pytest.raises(grpc.RpcError) as error:
             list(call)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "came back with another fingerprint" in error.value.details()  # and not only that time was over
         served.wait_state("serving")
         parts = served.generate(max_tokens=1)[0].started.fingerprint.parts
         assert parts["numerics"] == "pseudo 2"
+
+
+def test_a_group_that_can_never_form_ends_streams_with_its_reason_and_the_process_with_2(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(forming, "CANNOT_FORM_PAUSE_S", 0.2)
+    model = Pseudo(step_s=0.004)
+    with Served(tmp_path, model, recovery_timeout_s=60) as served:
+        call = served.stub.Generate(request(**LONG), timeout=20)
+        next(call)
+        model.cannot_form = 100
+        model.lose()
+        wait_until(lambda: model.refused_joins == 1)
+        assert health(served.channel) == NOT_SERVING
+        waiting = served.stub.Generate(request(**LONG), timeout=20)
+        for one in (call, waiting):
+            with pytest.raises(grpc.RpcError) as error:
+                list(one)
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "no group can be formed: rank 1: out of memory" in error.value.details()
+        served._thread.join(10)
+        assert served.exit_code == 2 and model.refused_joins == 3
+    assert "lockstep-scheduler: no group can be formed: rank 1: out of memory" in capfd.readouterr().err
+
+
+def test_memory_that_comes_free_in_time_is_no_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(forming, "CANNOT_FORM_PAUSE_S", 0.05)
+    model = Pseudo(step_s=0.004)
+    with Served(tmp_path, model) as served:
+        for _ in range(2):  # the count starts anew with each group
+            call = served.stub.Generate(request(**LONG), timeout=20)
+            head = [next(call)]
+            model.cannot_form = 2
+            model.lose()
+            assert tokens(head + list(call)) == greedy([1, 2, 3], 60)
 
 
 def test_requests_cancelled_during_recovery_do_not_come_back(tmp_path):
