@@ -32,7 +32,7 @@ from worker_svc.cuda.step_state import PARAMETERS  # noqa: E402
 
 PLAIN = Tuning(hopper_prefill=False, fold_ahead=1, fold_width=128)
 DEVICE, DTYPE = "cuda", torch.bfloat16
-CHECK_S, TIME_S = 90, 60
+CHECK_S, TIME_S, MORE_S = 90, 60, 10  # of a process, and for each further candidate in it
 SHAPES = {"8B": Shape(32, 8, 128, 64), "0.6B": Shape(16, 8, 128, 64)}
 MORE_SHAPES = {
     "small blocks": Shape(32, 8, 128, 16), "window": Shape(32, 8, 128, 64, window=300),
@@ -223,7 +223,7 @@ def run(act: str, groups: list[list[str]], together: int, bound_s: float) -> dic
         for one in list(running):
             names, process, log, since = one
             took, late = time.monotonic() - since, process.poll() is None
-            if late and took < bound_s:
+            if late and took < bound_s + MORE_S * (len(names) - 1):
                 continue
             if late:
                 process.kill()
@@ -232,7 +232,7 @@ def run(act: str, groups: list[list[str]], together: int, bound_s: float) -> dic
             log.seek(0)
             lines = log.read().strip().splitlines() or [""]
             if late or process.returncode:
-                why = f"no answer in {bound_s:.0f} s" if late else "failed: " + " | ".join(lines[-3:])[-500:]
+                why = f"no answer in {took:.0f} s" if late else "failed: " + " | ".join(lines[-3:])[-500:]
                 said |= dict.fromkeys(names, why)
             else:
                 said |= json.loads(lines[-1])
