@@ -14,7 +14,7 @@ import torch
 
 from worker_svc.loading.snapshot import Snapshot
 
-NUMERICS_VERSION = 1  # of the reduction orders in docs/numerics.md; a change of any bit of `invariant` raises it
+NUMERICS_VERSION = 2  # of the reduction orders in docs/numerics.md; a change of any bit of `invariant` raises it
 PAGE = 4096
 PAGES = 16  # of each tensor enter the hash; a tensor up to that size enters whole
 TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

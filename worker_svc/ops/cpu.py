@@ -1,8 +1,8 @@
 """`Ops` on CPU in torch: the plain implementation, in float32, float64 and bfloat16.
 
 Knows how each op is spelled with torch calls whose bits the self-test has checked. Does not know families or ranks'
-shares. Sums and elementwise steps are done in fp32 (fp64 for fp64 models) and rounded once; for bfloat16 the libraries
-round a product as it leaves them, so each leaf of a row-parallel sum is rounded before the fold.
+shares. Sums and elementwise steps are done in fp32 (fp64 for fp64 models) and rounded once; for bfloat16 a library
+rounds a product as it leaves it, so there each leaf of a row-parallel sum is rounded before the fold.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from worker_svc.ops import moe
 from worker_svc.ops.base import HeadShape, QKNorm, Router
 from worker_svc.ops.invariance import Numerics, accumulator, probe, rms_norm, silu_mul
 from worker_svc.ops.leaves import LeafPart, fold_across
-from worker_svc.ops.matmul import CpuWeight, matmul, prepare
+from worker_svc.ops.matmul import CpuWeight, gated_matmul, leaf_matmuls, matmul, prepare, table_rows, wide_matmul
 from worker_svc.parallel.group import Group
 from worker_svc.step_inputs import HostStep, StepInputs
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowWeight:
-    leaves: tuple[CpuWeight, ...]
+    leaves: tuple[CpuWeight, ...]  # one that knows of its leaves where the product is our own
     bias_N: Tensor | None
     part: LeafPart
 
@@ -76,21 +76,28 @@ class CpuOps:
         self.dtype = dtype
         self.acc = accumulator(dtype)
         self.numerics = numerics
+        self._tied: tuple[Tensor | None, CpuWeight | None] = None, None  # an embedding that is the head too
 
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CpuWeight:
-        return prepare(weight_NK, bias_N, self.numerics.matmul)
+        return prepare(weight_NK, bias_N, self.numerics.matmul, consume=True)
 
     def prepare_head(self, weight_VD: Tensor, tied: bool) -> CpuWeight:
         chosen = self.numerics
-        return prepare(weight_VD, None, (chosen.tied_head if tied else None) or chosen.matmul)
+        weight = prepare(weight_VD, None, (chosen.tied_head if tied else None) or chosen.matmul, consume=True)
+        if tied:
+            self._tied = weight_VD, weight
+        return weight
 
     def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> RowWeight:
-        leaves = weight_NK.chunk(part.count if self.numerics.leaves else 1, 1)
-        prepared = tuple(prepare(leaf.contiguous(), None, self.numerics.matmul) for leaf in leaves)
-        return RowWeight(prepared, bias_N, part)
+        count, path = part.count if self.numerics.leaves else 1, self.numerics.matmul
+        if path.library == "fma":
+            return RowWeight((prepare(weight_NK, None, path, leaves=count, consume=True),), bias_N, part)
+        leaves = weight_NK.chunk(count, 1)
+        return RowWeight(tuple(prepare(leaf.contiguous(), None, path) for leaf in leaves), bias_N, part)
 
     def prepare_gated(self, weight_NK: Tensor) -> CpuWeight:
-        return self.prepare_column(weight_NK, None)
+        path = self.numerics.matmul
+        return prepare(weight_NK, None, path, gated=path.library == "fma", consume=True)
 
     def prepare_experts(self, gate_up_XNK: Tensor, down_XDI: Tensor, part: LeafPart) -> moe.Experts:
         return moe.Experts(
@@ -116,7 +123,10 @@ class CpuOps:
             return table_VD.new_zeros((len(ids_T), table_VD.shape[1]))
         local = ids_T - first_id
         inside = (local >= 0) & (local < len(table_VD))
-        return table_VD[local.clamp(0, len(table_VD) - 1)].masked_fill_(~inside.unsqueeze(1), 0)
+        local = local.clamp(0, len(table_VD) - 1)
+        tied, head = self._tied
+        rows = table_rows(head, local) if tied is table_VD and head is not None else table_VD[local]
+        return rows.masked_fill_(~inside.unsqueeze(1), 0)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD, weight_D, eps)
@@ -129,7 +139,7 @@ class CpuOps:
         return matmul(x_TK, weight)
 
     def gated_linear(self, x_TK: Tensor, weight: CpuWeight) -> Tensor:
-        return silu_mul(matmul(x_TK, weight), self.acc)
+        return gated_matmul(x_TK, weight) if weight.packed is not None else silu_mul(matmul(x_TK, weight), self.acc)
 
     def row_linear(self, x_TK: Tensor, weight: RowWeight, group: Group) -> Tensor:
         return self._total(x_TK, weight, group).to(self.dtype)
@@ -141,8 +151,7 @@ class CpuOps:
         return total if weight.bias_N is None else total + weight.bias_N
 
     def _leaf_sums(self, x_TK: Tensor, weight: RowWeight) -> list[Tensor]:
-        parts = x_TK.chunk(len(weight.leaves), 1)
-        return [matmul(part.contiguous(), leaf).to(self.acc) for part, leaf in zip(parts, weight.leaves, strict=True)]
+        return leaf_matmuls(x_TK, weight.leaves, self.acc)
 
     def full_norms(self, qkv_TN: Tensor, norm: QKNorm, shape: HeadShape, part: LeafPart, group: Group) -> Tensor:
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -209,4 +218,4 @@ class CpuOps:
         return total.to(self.dtype)
 
     def logits(self, x_RD: Tensor, weight: CpuWeight) -> Tensor:
-        return matmul(x_RD, weight).to(self.acc)
+        return wide_matmul(x_RD, weight) if weight.packed is not None else matmul(x_RD, weight).to(self.acc)

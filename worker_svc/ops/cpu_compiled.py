@@ -19,7 +19,7 @@ from worker_svc.ops import compiled
 from worker_svc.ops.base import HeadShape, QKNorm
 from worker_svc.ops.cpu import CpuOps, RopeTables, RowWeight
 from worker_svc.ops.invariance import Numerics
-from worker_svc.ops.matmul import CpuWeight, matmul
+from worker_svc.ops.matmul import CpuWeight, gated_matmul, matmul
 from worker_svc.parallel.group import Group
 from worker_svc.step_inputs import HostStep, StepInputs, positions_of
 
@@ -110,6 +110,8 @@ class CompiledCpuOps(CpuOps):
         return normed, residual
 
     def gated_linear(self, x_TK: Tensor, weight: CpuWeight) -> Tensor:
+        if weight.packed is not None:
+            return gated_matmul(x_TK, weight)
         gate_up = matmul(x_TK, weight)
         out = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=self.dtype)
         compiled.silu_mul(as_array(gate_up), as_array(out))

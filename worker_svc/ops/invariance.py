@@ -5,7 +5,6 @@ shard of the columns and with fewer threads depends on library, instruction set 
 Invariant: a `Numerics` that `probe` returns passed every question asked here, on this machine, in this process.
 """
 
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from worker_svc.ops.matmul import CpuWeight, Library, MatmulPath, matmul, onednn_available, prepare
+from worker_svc.ops.matmul import CpuWeight, Library, MatmulPath, matmul, onednn_available, own_product, prepare
 
 ROWS = (1, 2, 3, 5, 9, 16, 17, 33, 48, 300)
 SHAPES = ((576, 192), (1536, 96), (200, 328))  # (K, N)
@@ -85,21 +84,31 @@ def probe(dtype: torch.dtype) -> Numerics:
             path = next((path for path in _candidates(dtype) if matmul_is_invariant(dtype, path, shards=())), None)
         if path is None:
             raise NotInvariant(f"no matmul path keeps the bits of a row in {dtype} on this machine")
-        plain = (other for other in _candidates(dtype) if other.library != "packed")
-        tied = path if path.library != "packed" else next((p for p in plain if matmul_is_invariant(dtype, p)), path)
         if _compiled_serves(dtype):
             # Compiled loops state their order themselves; there is nothing to ask.
-            return Numerics(path, 1, True, across_tp, "compiled", tied)
+            return Numerics(path, 1, True, across_tp, "compiled", _tied(path, dtype))
         rows, tiles = _attention(accumulator(dtype))
         for name, holds in _elementwise(dtype).items():
             if not holds:
                 raise NotInvariant(f"{name} depends on its neighbours in {dtype} on this machine")
-    return Numerics(path, rows, tiles, across_tp, tied_head=tied)
+    return Numerics(path, rows, tiles, across_tp, tied_head=_tied(path, dtype))
+
+
+def _tied(path: MatmulPath, dtype: torch.dtype) -> MatmulPath:
+    """The path of a head that is the embedding too: oneDNN's reordered weight has no rows to be read."""
+    if path.library != "packed":
+        return path
+    others = (other for other in _candidates(dtype) if other.library != "packed")
+    return next((other for other in others if matmul_is_invariant(dtype, other)), path)
 
 
 @cache
 def fastest(dtype: torch.dtype) -> Numerics:
-    """Numerics `fast`: the library that is quickest for one row here; nothing is promised of its bits."""
+    """Numerics `fast`: what is quickest here, K whole on each rank; nothing is promised of its bits."""
+    steps: Literal["compiled", "torch"] = "compiled" if _compiled_serves(dtype) else "torch"
+    if steps == "compiled" and not _library_is_faster(dtype):
+        path = MatmulPath("fma")
+        return Numerics(path, 4, True, False, steps, path, leaves=False)
     generator = torch.Generator().manual_seed(1)
     w = torch.randn(2048, 1024, generator=generator).to(dtype)
     x = torch.randn(1, 1024, generator=generator).to(dtype)
@@ -112,14 +121,21 @@ def fastest(dtype: torch.dtype) -> Numerics:
                 start = time.perf_counter()
                 matmul(x, weight)
                 took[path] = min(took.get(path, math.inf), time.perf_counter() - start)
-    steps: Literal["compiled", "torch"] = "compiled" if _compiled_serves(dtype) else "torch"
     ranked = sorted(took, key=lambda path: took[path])
     tied = next((path for path in ranked if path.library != "packed"), ranked[0])
     return Numerics(ranked[0], 4, True, False, steps, tied, leaves=False)
 
 
 def _compiled_serves(dtype: torch.dtype) -> bool:
-    return dtype != torch.float64 and importlib.util.find_spec("numba") is not None
+    """Whether norms, rotation, activation, attention and products may be our own compiled loops."""
+    return dtype in (torch.float32, torch.bfloat16) and own_product() is not None
+
+
+def _library_is_faster(dtype: torch.dtype) -> bool:
+    """Matrix units multiply bfloat16 several times faster than fp32 units can; only the library uses them."""
+    from worker_svc.ops.native import has_feature
+
+    return dtype == torch.bfloat16 and has_feature("amx-bf16")
 
 
 def _libraries(dtype: torch.dtype) -> tuple[Library, ...]:
@@ -127,10 +143,15 @@ def _libraries(dtype: torch.dtype) -> tuple[Library, ...]:
 
 
 def _candidates(dtype: torch.dtype) -> Iterator[MatmulPath]:
+    """In the order in which they are tried: a fact of the machine, never of timing."""
+    own = [MatmulPath("fma")] if _compiled_serves(dtype) else []
+    if own and not _library_is_faster(dtype):
+        yield from own
     libraries = _libraries(dtype)
     for library in libraries:
         for multiple in MULTIPLES[:2]:
             yield MatmulPath(library, multiple)
+    yield from own  # before rows are padded to many more
     for library in libraries:
         for multiple in MULTIPLES[2:]:
             yield MatmulPath(library, multiple)

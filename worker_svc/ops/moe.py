@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from worker_svc.ops.leaves import LeafPart
-from worker_svc.ops.matmul import CpuWeight, matmul
+from worker_svc.ops.matmul import CpuWeight, gated_matmul, leaf_matmuls, matmul
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Experts:
     gate_up: tuple[CpuWeight, ...]  # [X]
-    down: tuple[tuple[CpuWeight, ...], ...]  # [X][L]
+    down: tuple[tuple[CpuWeight, ...], ...]  # [X][L], or [X][1] where one weight knows of its leaves
     part: LeafPart
 
 
@@ -44,8 +44,8 @@ def leaf_sums(x_TD: Tensor, ids_TS: Tensor, weights_TS: Tensor, experts: Experts
     for expert in torch.unique(flat).tolist():
         places = torch.nonzero(flat == expert).view(-1)
         hidden = _gated(x_TD[places // slots], experts.gate_up[expert], acc)
-        for answer, leaf, part in zip(answers, experts.down[expert], hidden.chunk(experts.part.count, 1), strict=True):
-            answer[places] = matmul(part.contiguous(), leaf).to(acc)
+        for answer, leaf in zip(answers, leaf_matmuls(hidden, experts.down[expert], acc), strict=True):
+            answer[places] = leaf
     return [combine(answer.view(tokens, slots, -1), weights_TS) for answer in answers]
 
 
@@ -58,6 +58,8 @@ def combine(answers_TSD: Tensor, weights_TS: Tensor) -> Tensor:
 
 
 def _gated(x: Tensor, weight: CpuWeight, acc: torch.dtype) -> Tensor:
+    if weight.packed is not None:
+        return gated_matmul(x, weight)
     from worker_svc.ops.invariance import silu_mul
 
     return silu_mul(matmul(x, weight), acc)

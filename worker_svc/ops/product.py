@@ -1,0 +1,144 @@
+"""A matrix product of our own for CPUs: fp32 or bfloat16 weights, every sum in fp32, one expression everywhere.
+
+Knows how a weight is packed, how a product is cut into chunks, and what is rounded. Does not know layers or ranks.
+Invariant: output n of row m is, for each leaf, `acc = fma(x[m, k], w[n, k], acc)` over the leaf's k in ascending order
+from zero; the leaves are folded in the order of `leaves.py`; bias added; rounded once, to nearest, ties to even.
+Nothing in it depends on other rows, on the columns beside it, on tiles, threads or the processor. `plain_product.py`
+is the twin. Importing fails where numba is absent.
+
+Legend: M rows, N outputs, K inputs, L leaves, P panels of 16 outputs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_svc.ops import product_loops as loops
+from worker_svc.ops.companion import companion
+from worker_svc.ops.tiles import LANES, tiles
+
+Words = NDArray[np.int64]
+BLOCK_FLOATS = 1 << 16  # of rows that a chunk holds beside the panels it reads: half of a small second-level cache
+CHUNK_WORK = 800_000  # multiplications, about 15 us
+CHUNKS_A_THREAD = 8
+PACK_FLOATS = 1 << 18  # of a weight that are turned at a time
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedWeight:
+    """panels [P, K, 16]; of a gated weight the gate's panels, then as many of up."""
+
+    panels: Tensor
+    bias: Tensor | None  # [P * 16] fp32
+    num_outputs: int
+    leaves: int
+    gated: bool
+    words: Words  # a job's arguments as far as the weight decides them
+
+    @property
+    def num_inputs(self) -> int:
+        return self.panels.shape[1]
+
+
+def pack(
+    weight_NK: Tensor, bias_N: Tensor | None = None, *, leaves: int = 1, gated: bool = False, consume: bool = False
+) -> PackedWeight:
+    """`weight_NK` in fp32 or bfloat16, contiguous; gated: gate rows, then as many up rows.
+
+    consume: the weight is turned where it lies and means nothing afterwards, if its rows fill whole panels.
+    """
+    halves = 2 if gated else 1
+    rows, k = weight_NK.shape
+    assert rows % halves == 0 and k % leaves == 0, (rows, k, leaves, gated)
+    outputs = rows // halves
+    spare = -outputs % LANES
+    if spare or not consume:
+        apart = weight_NK.view(halves, outputs, k)
+        weight_NK = F.pad(apart, (0, 0, 0, spare)) if spare else apart.clone()
+    panels = weight_NK.view(-1, LANES * k)
+    step = max(1, PACK_FLOATS // max(1, LANES * k))
+    for begin in range(0, len(panels) if k else 0, step):
+        part = panels[begin : begin + step]
+        part.copy_(part.view(-1, LANES, k).transpose(1, 2).reshape(len(part), -1))
+    panels = panels.view(-1, k, LANES)
+    if bias_N is not None:
+        bias_N = F.pad(bias_N.float(), (0, spare))
+    half = panels.dtype == torch.bfloat16
+    table = tiles(half).table
+    words = np.zeros(loops.WORDS, np.int64)
+    words[loops.K], words[loops.LEAVES], words[loops.PANELS] = k, leaves, len(panels)
+    words[loops.W], words[loops.K_BYTES] = panels.data_ptr(), LANES * panels.element_size()
+    words[loops.TABLE], words[loops.MAX_ROWS] = table.ctypes.data, len(table)
+    words[loops.OUTPUTS] = outputs
+    words[loops.BIAS] = 0 if bias_N is None else bias_N.data_ptr()
+    return PackedWeight(panels, bias_N, outputs, leaves, gated, words)
+
+
+def product(x_MK: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """x w^T + bias, [M, N], in `dtype` (that of x)."""
+    out = torch.empty((len(x_MK), weight.num_outputs), dtype=dtype or x_MK.dtype)
+    return _run(x_MK, weight, out, loops.FOLDED)
+
+
+def gated_product(x_MK: Tensor, weight: PackedWeight) -> Tensor:
+    """silu(x gate^T) * (x up^T), [M, N], in the type of x."""
+    assert weight.gated and weight.leaves == 1
+    return _run(x_MK, weight, torch.empty((len(x_MK), weight.num_outputs), dtype=x_MK.dtype), loops.GATED)
+
+
+def leaf_sums(x_MK: Tensor, weight: PackedWeight) -> Tensor:
+    """Each leaf's own sum, [L, M, N] fp32, without bias."""
+    out = torch.empty((weight.leaves, len(x_MK), weight.num_outputs), dtype=torch.float32)
+    return _run(x_MK, weight, out, loops.APART)
+
+
+def rows_of(weight: PackedWeight, ids_T: Tensor) -> Tensor:
+    """Rows of the weight as it was before it was packed, [T, K]."""
+    return weight.panels[ids_T // LANES, :, ids_T % LANES]
+
+
+def _run(x_MK: Tensor, weight: PackedWeight, out: Tensor, mode: int) -> Tensor:
+    rows = len(x_MK)
+    if not out.numel():
+        return out
+    if x_MK.stride(-1) != 1:
+        x_MK = x_MK.contiguous()
+    job = weight.words.copy()
+    job[loops.X], job[loops.X_STRIDE], job[loops.M] = x_MK.data_ptr(), x_MK.stride(0), rows
+    job[loops.X_HALF], job[loops.OUT_HALF] = x_MK.dtype == torch.bfloat16, out.dtype == torch.bfloat16
+    job[loops.OUT], job[loops.OUT_STRIDE], job[loops.MODE] = out.data_ptr(), weight.num_outputs, mode
+    threads = torch.get_num_threads()
+    blocks, groups = _cut(job, rows, weight, threads)
+    if blocks == 1 and groups > 1:  # rows are laid out once, not by every chunk
+        room = np.empty(rows * weight.num_inputs, np.float32)
+        loops.lay_out(job, 0, rows, room.ctypes.data)
+        job[loops.LAID_OUT] = room.ctypes.data
+    companion().run(loops.multiply_job, job.ctypes.data, blocks * groups, threads)
+    return out
+
+
+def _cut(job: Words, rows: int, weight: PackedWeight, threads: int) -> tuple[int, int]:
+    """(blocks of rows, groups of panels); their product is the number of chunks."""
+    k, tallest = weight.num_inputs, int(job[loops.MAX_ROWS])
+    panels = len(weight.panels) // (2 if weight.gated else 1)
+    most = max(tallest, BLOCK_FLOATS // max(1, k) // tallest * tallest)
+    blocks = _ceil(rows, most)
+    block_rows = _ceil(_ceil(rows, blocks), tallest) * tallest if blocks > 1 else rows
+    blocks = _ceil(rows, block_rows)
+    work = len(weight.panels) * LANES * k * (block_rows + 4)
+    wanted = _ceil(CHUNKS_A_THREAD * threads, blocks)
+    groups = max(1, min(work // CHUNK_WORK, wanted, panels))
+    if blocks == 1 and 1 < groups < wanted:  # few chunks: as many for each thread
+        groups = min(panels, _ceil(groups, threads) * threads)
+    group_panels = _ceil(panels, groups)
+    groups = _ceil(panels, group_panels)
+    job[loops.BLOCK_ROWS], job[loops.GROUP_PANELS], job[loops.GROUPS] = block_rows, group_panels, groups
+    return blocks, groups
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
