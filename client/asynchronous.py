@@ -15,12 +15,13 @@ import grpc
 
 from client.batch import Batch, Outcome
 from client.blocking import ENDED_EARLY
-from client.channel import DEFAULT_ADDRESS, Channels, Tls, metadata, open_async
+from client.channel import DEFAULT_ADDRESS, Channels, Metadata, Tls, call_metadata, open_async
 from client.errors import failure_of_call
 from client.requests import Chat, Options, Prompt, build
 from client.results import Completion, Delta
 from client.retry import Patience, RetryPolicy
 from client.run import Run
+from client.traces import trace_metadata
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 
@@ -66,7 +67,7 @@ class AsyncLockstep:
         retry: RetryPolicy | None = None,
     ) -> None:
         self._channels = Channels(addresses, open_async, tls)
-        self._metadata = metadata(token)
+        self._metadata = call_metadata(token)
         self.retry = retry or RetryPolicy()
 
     async def __aenter__(self) -> "AsyncLockstep":
@@ -110,7 +111,7 @@ class AsyncLockstep:
         runs = [
             self._run(one if isinstance(one, pb.GenerateRequest) else build(one, **options), now) for one in prompts
         ]
-        return self._many(Batch(runs, window, random.random))
+        return self._many(Batch(runs, window, random.random), self._of_request())
 
     async def complete(self, request: pb.GenerateRequest) -> Completion:
         """The whole answer to a request that is already in the wire's form."""
@@ -122,7 +123,7 @@ class AsyncLockstep:
     def stream_request(self, request: pb.GenerateRequest) -> AsyncStream:
         """The same as it comes."""
         run = self._run(request, time.monotonic())
-        return AsyncStream(run, self._one(run))
+        return AsyncStream(run, self._one(run, self._of_request()))
 
     async def abort(self, *request_ids: str) -> list[str]:
         """Ends requests, whoever made them; those that were live."""
@@ -142,13 +143,17 @@ class AsyncLockstep:
     def _run(self, request: pb.GenerateRequest, now: float) -> Run:
         return Run(request, self.retry, now, len(self._channels.addresses))
 
+    def _of_request(self) -> Metadata:
+        """Metadata of a request and of its repetitions, whoever drives the loop that reads it."""
+        return (*self._metadata, *trace_metadata())
+
     def _stub(self) -> Any:
         return generation_pb2_grpc.GenerationStub(self._channels.current())  # type: ignore[no-untyped-call]
 
-    async def _one(self, run: Run) -> AsyncIterator[Delta]:
+    async def _one(self, run: Run, metadata: Metadata) -> AsyncIterator[Delta]:
         while True:
             address, now = self._channels.address, time.monotonic()
-            call = self._stub().Generate(run.message(now), timeout=run.remaining_s(now), metadata=self._metadata)
+            call = self._stub().Generate(run.message(now), timeout=run.remaining_s(now), metadata=metadata)
             try:
                 async for event in call:
                     delta = run.feed(event, time.monotonic())
@@ -164,10 +169,10 @@ class AsyncLockstep:
             self._channels.failed(address)
             await asyncio.sleep(run.failed(failure, time.monotonic(), random.random()))
 
-    async def _many(self, batch: Batch) -> AsyncIterator[tuple[int, Delta | Outcome]]:
+    async def _many(self, batch: Batch, metadata: Metadata) -> AsyncIterator[tuple[int, Delta | Outcome]]:
         while not batch.done:
             address, changed = self._channels.address, asyncio.Event()
-            call = self._stub().GenerateMany(metadata=self._metadata)
+            call = self._stub().GenerateMany(metadata=metadata)
             sender = asyncio.ensure_future(_send(call, batch, changed))
             try:
                 async for message in call:

@@ -13,12 +13,13 @@ from typing import Any, Unpack
 import grpc
 
 from client.batch import Batch, Outcome
-from client.channel import DEFAULT_ADDRESS, Channels, Tls, metadata, open_sync
+from client.channel import DEFAULT_ADDRESS, Channels, Metadata, Tls, call_metadata, open_sync
 from client.errors import Failure, LockstepError, failure_of_call
 from client.requests import Chat, Options, Prompt, build
 from client.results import Completion, Delta
 from client.retry import Patience, RetryPolicy
 from client.run import Run
+from client.traces import trace_metadata
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 
@@ -73,7 +74,7 @@ class Lockstep:
         retry: RetryPolicy | None = None,
     ) -> None:
         self._channels = Channels(addresses, open_sync, tls)
-        self._metadata = metadata(token)
+        self._metadata = call_metadata(token)
         self.retry = retry or RetryPolicy()
 
     def __enter__(self) -> "Lockstep":
@@ -117,7 +118,7 @@ class Lockstep:
         runs = [
             self._run(one if isinstance(one, pb.GenerateRequest) else build(one, **options), now) for one in prompts
         ]
-        return self._many(Batch(runs, window, random.random))
+        return self._many(Batch(runs, window, random.random), self._of_request())
 
     def complete(self, request: pb.GenerateRequest) -> Completion:
         """The whole answer to a request that is already in the wire's form."""
@@ -129,7 +130,7 @@ class Lockstep:
     def stream_request(self, request: pb.GenerateRequest) -> Stream:
         """The same as it comes."""
         run = self._run(request, time.monotonic())
-        return Stream(run, self._one(run))
+        return Stream(run, self._one(run, self._of_request()))
 
     def abort(self, *request_ids: str) -> list[str]:
         """Ends requests, whoever made them; those that were live."""
@@ -149,13 +150,17 @@ class Lockstep:
     def _run(self, request: pb.GenerateRequest, now: float) -> Run:
         return Run(request, self.retry, now, len(self._channels.addresses))
 
+    def _of_request(self) -> Metadata:
+        """Metadata of a request and of its repetitions, whoever drives the loop that reads it."""
+        return (*self._metadata, *trace_metadata())
+
     def _stub(self) -> Any:
         return generation_pb2_grpc.GenerationStub(self._channels.current())  # type: ignore[no-untyped-call]
 
-    def _one(self, run: Run) -> Iterator[Delta]:
+    def _one(self, run: Run, metadata: Metadata) -> Iterator[Delta]:
         while True:
             address, now = self._channels.address, time.monotonic()
-            call = self._stub().Generate(run.message(now), timeout=run.remaining_s(now), metadata=self._metadata)
+            call = self._stub().Generate(run.message(now), timeout=run.remaining_s(now), metadata=metadata)
             try:
                 for event in call:
                     delta = run.feed(event, time.monotonic())
@@ -171,12 +176,12 @@ class Lockstep:
             self._channels.failed(address)
             time.sleep(run.failed(failure, time.monotonic(), random.random()))
 
-    def _many(self, batch: Batch) -> Iterator[tuple[int, Delta | Outcome]]:
+    def _many(self, batch: Batch, metadata: Metadata) -> Iterator[tuple[int, Delta | Outcome]]:
         while True:
             address, sender = self._channels.address, _Sender(batch)
             if batch.done:
                 return
-            call = self._stub().GenerateMany(iter(sender), metadata=self._metadata)
+            call = self._stub().GenerateMany(iter(sender), metadata=metadata)
             try:
                 for message in call:
                     for event in message.events:

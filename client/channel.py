@@ -49,6 +49,7 @@ class Tls:
 
 
 AnyChannel = TypeVar("AnyChannel")
+Metadata = tuple[tuple[str, str], ...]
 
 
 class Channels(Generic[AnyChannel]):
@@ -106,6 +107,6 @@ def open_async(address: str, tls: Tls | None) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options)
 
 
-def metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+def call_metadata(token: str | None) -> Metadata:
     """What every call carries."""
     return (("authorization", f"Bearer {token}"),) if token else ()

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from client.channel import Tls, metadata, open_async
+from client.channel import Tls, call_metadata, open_async
 from client.errors import failure_of_call
 from client.records import Record
 from client.workload import Item
@@ -70,7 +70,7 @@ class Driver:
     def __init__(self, share: Share, take: Callable[[], int | None]) -> None:
         self._share = share
         self._take = take
-        self._metadata = metadata(share.token)
+        self._metadata = call_metadata(share.token)
         self.progress = Progress()
         self.health = Health()
         self.fresh: list[Record] = []  # ended, not reported yet
