@@ -124,7 +124,7 @@ def check(layer: Layer) -> bool:
         outs = [layer.run(x[f : f + tokens], bucket=bucket, dependent=tokens <= 128) for f in firsts]
         good = all(torch.equal(out, whole[f : f + tokens]) for f, out in zip(firsts, outs, strict=True))
         say(f"{tokens} tokens in a bucket of {bucket}", good)
-    for tile in TILES[:4]:
+    for tile in (*TILES[:4], replace(TILES[0], prefetch_k=512)):
         say(f"4 tokens, {tile}", torch.equal(layer.run(x[:4], tile=tile, dependent=True), whole[:4]))
     order = torch.randperm(TOKENS, device="cuda")
     say("another order", torch.equal(layer.run(x[order]), whole[order]))
@@ -152,7 +152,8 @@ def fused_is_both(layer: Layer, x: Tensor) -> bool:
 def times(layer: Layer, tokens: int) -> dict[str, float]:
     """Microseconds a launch, alone in a graph, and of a whole layer's four."""
     dependent, count = tokens <= 128, number(tokens)
-    parts = layer.x.split(tokens)[:12] if tokens < TOKENS else [layer.x] * 3
+    whole_parts = [part for part in layer.x.split(tokens) if len(part) == tokens]
+    parts = whole_parts[:12] if len(whole_parts) > 1 else whole_parts * 3
     router_inner = layer.experts.down.shape[1]
     routings, hiddens = [], []
     for x in parts:

@@ -9,6 +9,7 @@ routings drawn at random, so that at few tokens each reads other experts. Two to
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,9 +49,12 @@ MANY = (
 )  # fmt: skip
 
 
-def candidates(rows_each: float) -> list[Tile]:
+def candidates(rows_each: float, *, gated: bool) -> list[Tile]:
     shapes = LONE if rows_each <= 0.5 else FEW if rows_each <= 8 else SOME if rows_each <= 64 else MANY
-    return [Tile(*shape) for shape in shapes if shape[3] * (shape[0] + shape[1]) * shape[2] * 2 <= SHARED_BYTES]
+    found = [Tile(*shape) for shape in shapes if shape[3] * (shape[0] + shape[1]) * shape[2] * 2 <= SHARED_BYTES]
+    if shapes is LONE and not gated:
+        found += [replace(tile, prefetch_k=512) for tile in found]
+    return found
 
 
 def routings(spec: ModelSpec, experts: moe.Experts, tokens: int) -> list[tuple[moe.Experts, moe.Routed]]:
@@ -84,7 +88,7 @@ def best(spec: ModelSpec, experts: moe.Experts, tokens: int, *, gated: bool) -> 
     name = f"{2 * inner}x{width} gated" if gated else f"{width}x{inner}"
     want: Tensor | None = None
     timed: list[tuple[float, Tile]] = []
-    for tile in candidates(pairs / spec.moe.num_experts):
+    for tile in candidates(pairs / spec.moe.num_experts, gated=gated):
 
         def launch(own: moe.Experts, one: moe.Routed, tile: Tile = tile) -> None:
             moe.product(x, w, out, own, one, count, tile, gated=gated, dependent=tokens <= 128)

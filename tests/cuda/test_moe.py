@@ -11,7 +11,9 @@ from tests.cuda.interpreted import order_products
 from worker_svc.cuda import moe, rows
 from worker_svc.cuda.matmul import Tile
 from worker_svc.cuda.moe import Answers, Experts, Routed
+from worker_svc.cuda.ops import CudaOps
 from worker_svc.ops import moe as plain
+from worker_svc.ops.base import HeadShape, QKNorm, Router
 from worker_svc.ops.cpu import CpuOps
 from worker_svc.ops.invariance import probe
 from worker_svc.ops.leaves import LeafPart
@@ -221,3 +223,68 @@ def test_a_row_with_nan_stays_itself_and_harms_no_other(device: str, dtype: torc
         out = layer.run(x, grouped=grouped)
         assert out[9].isnan().all()
         assert torch.equal(torch.cat((out[:9], out[10:])), torch.cat((want[:9], want[10:])))
+
+
+@dataclass
+class Recorder:
+    """A group in which every peer sends what this rank sends; keeps what was sent."""
+
+    tp: int = 2
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.sent.append(x.clone())
+        return x.expand(self.tp, *x.shape).contiguous()
+
+
+def test_ranks_send_parts_that_add_up_to_the_whole(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype, experts=8, slots=2, width=64, inner=64)
+    x, group = inputs(layer, 6), Recorder()
+    ops = CudaOps(dtype, dependent=False)
+    ops._num_tokens = number(6, x)
+    for rank in range(2):
+        own = slice(32 * rank, 32 * rank + 32)
+        gate_up = layer.gate_up.view(8, 2, 64, 64)[:, :, own].reshape(8, 64, 64)
+        experts = ops.prepare_experts(gate_up, layer.down[:, :, own], LeafPart(rank, 1, 2))
+        ops.moe(x, Router(ops.prepare_router(layer.router), 2, renormalise=False), experts, group)  # type: ignore[arg-type]
+    assert [part.dtype for part in group.sent] == [torch.float32] * 2
+    assert close((group.sent[0] + group.sent[1]).to(dtype), twin(layer, x))
+
+
+def test_ranks_norm_over_all_heads_as_one_would(device: str, dtype: torch.dtype) -> None:
+    """Sums of squares that two ranks exchange are a node of one rank's tree: the same bits."""
+    heads, width = 4, 16
+    qkv = torch.randn(5, 3 * heads * width, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    ops, group = CudaOps(dtype, dependent=False), Recorder()
+    ops._num_tokens = number(5, qkv)
+    q, k, v = qkv.chunk(3, 1)
+    norm = QKNorm(q[0], k[0], 1e-5)
+    for rank in range(2):
+        own = torch.cat([t.chunk(2, 1)[rank] for t in (q, k, v)], 1).contiguous()
+        ops.full_norms(own, norm, HeadShape(heads // 2, heads // 2, width), LeafPart(rank, 1, 2), group)  # type: ignore[arg-type]
+    whole = torch.empty(5, 2, device=device)
+    rows.full_squares_kernel[(5,)](
+        qkv, whole, number(5, qkv), HEADS=heads, KV_HEADS=heads, D=width, BLOCK_H=4, POWER=2, DEPENDENT=False,
+        num_warps=rows.WARPS,
+    )  # fmt: skip
+    assert torch.equal(group.sent[0] + group.sent[1], whole)
+    torch.testing.assert_close(whole[:, 0], q.float().square().sum(1))
+
+
+@pytest.mark.gpu
+def test_every_tile_and_batch_has_the_bits_of_one_pass_at_real_shapes() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    layer = make("cuda", torch.bfloat16, 64, 8, 2048, 1024)
+    x = inputs(layer, 600)
+    want = layer.run(x, tiles=(Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)))
+    for tile in (Tile(16, 32, 256, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4), Tile(128, 64, 64, 4, 4)):
+        assert torch.equal(layer.run(x, tiles=(tile, tile)), want), tile
+        for first, count in ((0, 1), (17, 2), (100, 16), (300, 256)):
+            part = x[first : first + count].contiguous()
+            for grouped in (True, False):
+                out = layer.run(part, grouped=grouped, tiles=(tile, tile))
+                assert torch.equal(out, want[first : first + count]), (tile, first, count, grouped)

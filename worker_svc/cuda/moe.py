@@ -167,14 +167,17 @@ def product(
     n, k = len(w) // experts.number, w.shape[1]
     pairs = routed.ids.numel()
     grouped = routed.lists is not None
+    hinted = not gated and not grouped and k >= tile.prefetch_k
     # Of X lists that hold P pairs, at most min(X, P) end in a tile that is not full.
     num_tiles = min(experts.number, pairs) + pairs // tile.block_m if grouped else pairs
     experts_kernel[(num_tiles * triton.cdiv(n, tile.block_n),)](
-        x, _rows_of(x, tile.block_m, tile.block_k), _rows_of(w, tile.block_n, tile.block_k), out, experts.counts,
+        x, _rows_of(x, tile.block_m, tile.block_k), _rows_of(w, tile.block_n, tile.block_k), w, out, experts.counts,
         routed.ids if routed.lists is None else routed.lists, routed.ids, rows_1, n, k, len(routed.ids), num_tiles,
         EXPERTS=experts.number, SLOTS=routed.slots, BLOCK_X=_block(experts.number), BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, GATED=gated, GROUPED=grouped,
-        EVEN_K=k % tile.block_k == 0, DEPENDENT=dependent, **_options(tile.warps, tile.stages, dependent),
+        EVEN_K=k % tile.block_k == 0,
+        PREFETCH_K=tile.prefetch_k if hinted else 0, LANES=32 * tile.warps, DEPENDENT=dependent,
+        **_options(tile.warps, tile.stages, dependent),
     )  # fmt: skip
 
 

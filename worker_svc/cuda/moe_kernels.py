@@ -86,27 +86,38 @@ def _tile(index, counts, EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
-def experts_kernel(x_ptr, x_desc, w_desc, out, counts, lists, ids, rows_ptr, N, K, capacity, num_tiles,
+def experts_kernel(x_ptr, x_desc, w_desc, w_ptr, out, counts, lists, ids, rows_ptr, N, K, capacity, num_tiles,
                    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_X: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
                    GATED: tl.constexpr, GROUPED: tl.constexpr, EVEN_K: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+                   PREFETCH_K: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """One program a tile of [BLOCK_M pairs of one expert, BLOCK_N of its N outputs].
 
     Pairs stand in the order of the experts' lists: rank r. GATED: rows of x are tokens, gathered by pair; out [P, I] is
     silu(gate) * up by rank. Otherwise rows of x are ranks, and out [P, N] is stored by pair. Not GROUPED: every pair is
     a tile of its own, and its rank is its number. GROUP_M tiles walk along N together, so that an expert's weights and
     its rows stay in the cache.
+
+    PREFETCH_K columns of the weights of a lone pair are asked into L2 before the input is there. The pair's expert is
+    known by then, as the product before lets its dependents start only once it has seen the router's end; the hint is
+    read again when it counts.
     """
-    if DEPENDENT:
-        gdc_launch_dependents()
+    if DEPENDENT and GATED:
         gdc_wait()
+        gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     start = program // (GROUP_M * tiles_n) * GROUP_M
     height = min(num_tiles - start, GROUP_M)
     index = start + program % (GROUP_M * tiles_n) % height
     n0 = program % (GROUP_M * tiles_n) // height * BLOCK_N
+    if DEPENDENT and not GATED:
+        gdc_launch_dependents()
+        if PREFETCH_K:
+            hint = tl.load(ids + index, cache_modifier=".cg")
+            hint = tl.minimum(tl.maximum(hint, 0), EXPERTS - 1)
+            prefetch_rows(w_ptr, K * 2, hint * N + n0, EXPERTS * N, BLOCK_N, PREFETCH_K * 2, LANES)
+        gdc_wait()
     if GROUPED:
         expert, length, before, first = _tile(index, counts, EXPERTS, BLOCK_X, BLOCK_M)
     else:

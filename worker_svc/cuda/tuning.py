@@ -58,7 +58,7 @@ def expert_rule(rows: int, experts: int, slots: int) -> Tile:
     """By the rows that an expert gets on average. Experts get unequal shares, so a tile is twice the average."""
     share = rows * slots / experts
     if share <= 0.5:  # every pair is a tile of its own
-        return Tile(16, 32, 256, 4, 4)
+        return Tile(16, 32, 256, 4, 4, prefetch_k=512)
     if share <= 8:
         return Tile(16, 64, 128, 4, 4)
     if share <= 64:
