@@ -185,9 +185,9 @@ def test_a_product_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(x: Tensor, weight: product.PackedWeight, out: Tensor, mode: int) -> Tensor:
         if len(x) > 1 or mode != product_loops.FOLDED:
             return honest(x, weight, out, mode)
-        words = weight.words.copy()
+        words = weight.words[:]
         words[product_loops.LEAVES] = 1
-        whole = product.PackedWeight(weight.panels, weight.bias, weight.num_outputs, 1, False, words)
+        whole = product.PackedWeight(weight.panels, weight.bias, weight.num_outputs, 1, False, words, {})
         return honest(x, whole, out, mode)
 
     x, w = drawn(5, 96, torch.float32), drawn(64, 96, torch.float32, 2)

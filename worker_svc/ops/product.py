@@ -9,22 +9,22 @@ is the twin. Importing fails where numba is absent.
 Legend: M rows, N outputs, K inputs, L leaves, P panels of 16 outputs.
 """
 
+from array import array
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.ops import product_loops as loops
 from worker_svc.ops.companion import companion
+from worker_svc.ops.edges import edges
 from worker_svc.ops.tiles import LANES, tiles
 
-Words = NDArray[np.int64]
 BLOCK_FLOATS = 1 << 16  # of rows that a chunk holds beside the panels it reads: half of a small second-level cache
 CHUNK_WORK = 800_000  # multiplications, about 15 us
 CHUNKS_A_THREAD = 8
+MOST_PLANS = 256
 PACK_FLOATS = 1 << 18  # of a weight that are turned at a time
 
 
@@ -37,7 +37,8 @@ class PackedWeight:
     num_outputs: int
     leaves: int
     gated: bool
-    words: Words  # a job's arguments as far as the weight decides them
+    words: "array[int]"  # a job's arguments as far as the weight decides them
+    plans: dict[tuple[int, ...], tuple["array[int]", int]]
 
     @property
     def num_inputs(self) -> int:
@@ -69,13 +70,13 @@ def pack(
         bias_N = F.pad(bias_N.float(), (0, spare))
     half = panels.dtype == torch.bfloat16
     table = tiles(half).table
-    words = np.zeros(loops.WORDS, np.int64)
+    words = array("q", bytes(8 * loops.WORDS))
     words[loops.K], words[loops.LEAVES], words[loops.PANELS] = k, leaves, len(panels)
     words[loops.W], words[loops.K_BYTES] = panels.data_ptr(), LANES * panels.element_size()
     words[loops.TABLE], words[loops.MAX_ROWS] = table.ctypes.data, len(table)
-    words[loops.OUTPUTS] = outputs
+    words[loops.OUTPUTS], words[loops.EDGES] = outputs, edges().ctypes.data
     words[loops.BIAS] = 0 if bias_N is None else bias_N.data_ptr()
-    return PackedWeight(panels, bias_N, outputs, leaves, gated, words)
+    return PackedWeight(panels, bias_N, outputs, leaves, gated, words, {})
 
 
 def product(x_MK: Tensor, weight: PackedWeight, dtype: torch.dtype | None = None) -> Tensor:
@@ -102,38 +103,57 @@ def rows_of(weight: PackedWeight, ids_T: Tensor) -> Tensor:
 
 
 def _run(x_MK: Tensor, weight: PackedWeight, out: Tensor, mode: int) -> Tensor:
-    rows = len(x_MK)
+    rows = x_MK.shape[0]
     if not out.numel():
         return out
     if x_MK.stride(-1) != 1:
         x_MK = x_MK.contiguous()
-    job = weight.words.copy()
-    job[loops.X], job[loops.X_STRIDE], job[loops.M] = x_MK.data_ptr(), x_MK.stride(0), rows
-    job[loops.X_HALF], job[loops.OUT_HALF] = x_MK.dtype == torch.bfloat16, out.dtype == torch.bfloat16
-    job[loops.OUT], job[loops.OUT_STRIDE], job[loops.MODE] = out.data_ptr(), weight.num_outputs, mode
     threads = torch.get_num_threads()
-    blocks, groups = _cut(job, rows, weight, threads)
-    if blocks == 1 and groups > 1:  # rows are laid out once, not by every chunk
-        room = np.empty(rows * weight.num_inputs, np.float32)
-        loops.lay_out(job, 0, rows, room.ctypes.data)
-        job[loops.LAID_OUT] = room.ctypes.data
-    companion().run(loops.multiply_job, job.ctypes.data, blocks * groups, threads)
+    job, chunks = _planned(weight, rows, mode, threads, x_MK.dtype == torch.bfloat16, out.dtype == torch.bfloat16)
+    job = job[:]
+    job[loops.X], job[loops.X_STRIDE], job[loops.OUT] = x_MK.data_ptr(), x_MK.stride(0), out.data_ptr()
+    address = job.buffer_info()[0]
+    if job[loops.LAID_OUT]:  # rows are laid out once, not by every chunk
+        room = torch.empty(rows * weight.panels.shape[1])
+        job[loops.LAID_OUT] = room.data_ptr()
+        loops.lay_out(address)
+    companion().run(loops.multiply_job, address, chunks, threads)
     return out
 
 
-def _cut(job: Words, rows: int, weight: PackedWeight, threads: int) -> tuple[int, int]:
+def _planned(
+    weight: PackedWeight, rows: int, mode: int, threads: int, x_half: bool, out_half: bool
+) -> tuple["array[int]", int]:
+    """(a job but for its addresses, number of chunks): the same for every step with so many rows."""
+    key = rows, mode, threads, x_half, out_half, CHUNK_WORK, BLOCK_FLOATS
+    known = weight.plans.get(key)
+    if known is None:
+        if len(weight.plans) >= MOST_PLANS:
+            weight.plans.clear()
+        job = weight.words[:]
+        blocks, groups = _cut(job, rows, weight, threads)
+        job[loops.M], job[loops.MODE] = rows, mode
+        job[loops.X_HALF], job[loops.OUT_HALF], job[loops.OUT_STRIDE] = x_half, out_half, weight.num_outputs
+        job[loops.LAID_OUT] = blocks == 1 and groups > 1
+        known = weight.plans[key] = job, blocks * groups
+    return known
+
+
+def _cut(job: "array[int]", rows: int, weight: PackedWeight, threads: int) -> tuple[int, int]:
     """(blocks of rows, groups of panels); their product is the number of chunks."""
-    k, tallest = weight.num_inputs, int(job[loops.MAX_ROWS])
+    k, tallest = weight.num_inputs, job[loops.MAX_ROWS]
     panels = len(weight.panels) // (2 if weight.gated else 1)
     most = max(tallest, BLOCK_FLOATS // max(1, k) // tallest * tallest)
     blocks = _ceil(rows, most)
     block_rows = _ceil(_ceil(rows, blocks), tallest) * tallest if blocks > 1 else rows
     blocks = _ceil(rows, block_rows)
-    work = len(weight.panels) * LANES * k * (block_rows + 4)
-    wanted = _ceil(CHUNKS_A_THREAD * threads, blocks)
-    groups = max(1, min(work // CHUNK_WORK, wanted, panels))
-    if blocks == 1 and 1 < groups < wanted:  # few chunks: as many for each thread
-        groups = min(panels, _ceil(groups, threads) * threads)
+    groups = 1
+    if threads > 1:
+        work = len(weight.panels) * LANES * k * (block_rows + 4)
+        wanted = _ceil(CHUNKS_A_THREAD * threads, blocks)
+        groups = max(1, min(work // CHUNK_WORK, wanted, panels))
+        if blocks == 1 and 1 < groups < wanted:  # few chunks: as many for each thread
+            groups = min(panels, _ceil(groups, threads) * threads)
     group_panels = _ceil(panels, groups)
     groups = _ceil(panels, group_panels)
     job[loops.BLOCK_ROWS], job[loops.GROUP_PANELS], job[loops.GROUPS] = block_rows, group_panels, groups

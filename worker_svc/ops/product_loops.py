@@ -15,6 +15,7 @@ from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 from worker_svc.ops.compiled import ONE, _exp, jit
+from worker_svc.ops.edges import ADD, COPY, LAY, LAY_HALF, ROUND, SIZE
 
 LANES = 16
 
@@ -22,8 +23,8 @@ LANES = 16
 X, X_HALF, X_STRIDE, M, K, LEAVES = 0, 1, 2, 3, 4, 5
 W, K_BYTES, PANELS, TABLE, MAX_ROWS = 6, 7, 8, 9, 10
 OUT, OUT_HALF, OUT_STRIDE, OUTPUTS, MODE, BIAS = 11, 12, 13, 14, 15, 16
-BLOCK_ROWS, GROUP_PANELS, GROUPS, LAID_OUT = 17, 18, 19, 20
-WORDS = 21
+BLOCK_ROWS, GROUP_PANELS, GROUPS, LAID_OUT, EDGES = 17, 18, 19, 20, 21
+WORDS = 22
 
 FOLDED, APART, GATED = 0, 1, 2  # what becomes of a tile: one sum, each leaf for itself, silu(gate) * up
 
@@ -35,7 +36,9 @@ def _pointer_to(typing_context, address):  # type: ignore[no-untyped-def]
     return types.voidptr(types.int64), generate
 
 
-def _call_at(typing_context, tile, x, w, panel_bytes, k, out, row_bytes):  # type: ignore[no-untyped-def]
+def _call_at(typing_context, function, a, b, c, d, e, f):  # type: ignore[no-untyped-def]
+    """A function of up to six words; what one does not take, it does not see (registers of the C convention)."""
+
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         word = ir.IntType(64)
         kind = ir.FunctionType(ir.VoidType(), [word] * 6)
@@ -46,17 +49,12 @@ def _call_at(typing_context, tile, x, w, panel_bytes, k, out, row_bytes):  # typ
 
 
 _pointer: Any = intrinsic(_pointer_to)
-_call_tile: Any = intrinsic(_call_at)
+_call: Any = intrinsic(_call_at)
 
 
 @jit
 def _floats(address, count):  # type: ignore[no-untyped-def]
     return carray(_pointer(address), (count,), np.float32)
-
-
-@jit
-def _bits(address, count):  # type: ignore[no-untyped-def]
-    return carray(_pointer(address), (count,), np.int32)
 
 
 @jit
@@ -72,70 +70,77 @@ def _tile_heights(rows, max_rows):  # type: ignore[no-untyped-def]
 
 
 @jit
-def lay_out(job, first, rows, target):  # type: ignore[no-untyped-def]
+def _lay_out(job, first, rows, target):  # type: ignore[no-untyped-def]
     """Rows first .. of x into tiles of [K, height] in fp32, one after the other."""
-    k, stride = job[K], job[X_STRIDE]
+    k, row_bytes = job[K], job[X_STRIDE] * (2 if job[X_HALF] != 0 else 4)
+    edges = carray(_pointer(job[EDGES]), (SIZE,), np.int64)
+    which = LAY_HALF if job[X_HALF] != 0 else LAY
     tiles, height, taller = _tile_heights(rows, job[MAX_ROWS])
-    floats, bits = _floats(target, rows * k), _bits(target, rows * k)
-    given, given_halves = _floats(job[X], job[M] * stride), _halves(job[X], job[M] * stride)
     row = 0
     for tile in range(tiles):
         count = height + (1 if tile < taller else 0)
-        at = row * k
-        for r in range(count):
-            source = (first + row + r) * stride
-            if job[X_HALF] != 0:
-                for i in range(k):
-                    bits[at + i * count + r] = np.int32(given_halves[source + i]) << np.int32(16)
-            else:
-                for i in range(k):
-                    floats[at + i * count + r] = given[source + i]
+        source, to = job[X] + (first + row) * row_bytes, target + row * k * 4
+        _call(edges[which + count - 1], source, row_bytes, k, to, 0, 0)
         row += count
 
 
 @jit
-def _fold(sums, leaves, size):  # type: ignore[no-untyped-def]
-    """sums[:size] = the fold of `leaves` runs of `size` sums, in the order of leaves.py."""
+def lay_out(arguments):  # type: ignore[no-untyped-def]
+    """All rows of a job, to where it says that they are."""
+    job = carray(_pointer(arguments), (WORDS,), np.int64)
+    _lay_out(job, 0, job[M], job[LAID_OUT])
+
+
+@jit
+def _fold(sums, leaves, size, add):  # type: ignore[no-untyped-def]
+    """sums[:size] = the fold of `leaves` runs of `size` sums, in the order of leaves.py. `sums`, `add`: addresses."""
     odd = leaves
     while odd % 2 == 0:
         odd //= 2
     for group in range(0, leaves, odd):
         for leaf in range(1, odd):
-            for i in range(size):
-                sums[group * size + i] += sums[(group + leaf) * size + i]
+            _call(add, sums + group * size * 4, sums + (group + leaf) * size * 4, size, 0, 0, 0)
     step = odd
     while step < leaves:
         for group in range(0, leaves, 2 * step):
-            for i in range(size):
-                sums[group * size + i] += sums[(group + step) * size + i]
+            _call(add, sums + group * size * 4, sums + (group + step) * size * 4, size, 0, 0, 0)
         step *= 2
 
 
 @jit
-def _round(bits, at, out, to, count):  # type: ignore[no-untyped-def]
-    for j in range(count):
-        word = bits[at + j]
-        if (word & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000):
-            out[to + j] = np.int16(0x7FC0)  # a NaN stays one
-        else:
-            out[to + j] = np.int16((word + np.int32(0x7FFF) + ((word >> np.int32(16)) & np.int32(1))) >> np.int32(16))
+def _store_part(job, sums, width, bias, rows, first, column, count):  # type: ignore[no-untyped-def]
+    """Fewer outputs than a panel has, by way of whole ones."""
+    whole = np.empty(LANES, np.float32)
+    half = whole.view(np.int16)
+    edges = carray(_pointer(job[EDGES]), (SIZE,), np.int64)
+    rounded = job[OUT_HALF] != 0
+    to = np.int64(whole.ctypes.data)  # `whole` is read below, so it stands
+    single_out = _floats(job[OUT], 1)
+    half_out = _halves(job[OUT], 1)
+    for r in range(rows):
+        _call(edges[ROUND if rounded else COPY], sums + r * width * 4, 0, bias, to, 0, 1)
+        place = (first + r) * job[OUT_STRIDE] + column
+        for j in range(count):
+            if rounded:
+                half_out[place + j] = half[j]
+            else:
+                single_out[place + j] = whole[j]
 
 
 @jit
-def _store(job, floats, bits, at, row, column, count):  # type: ignore[no-untyped-def]
-    """Sums at .. into outputs column .. of a row. Whole panels have a loop of fixed length."""
-    stride = job[OUT_STRIDE]
-    to = row * stride + column
-    if job[OUT_HALF] != 0:
-        out = _halves(job[OUT], to + count)
-        if count == LANES:
-            _round(bits, at, out, to, LANES)
-        else:
-            _round(bits, at, out, to, count)
-    else:
-        single = _floats(job[OUT], to + count)
-        for j in range(count):
-            single[to + j] = floats[at + j]
+def _store(job, sums, width, rows, first, panel):  # type: ignore[no-untyped-def]
+    """One panel's sums of some rows, [rows, width] at the address, to the outputs of rows first .."""
+    column = panel * LANES
+    bias = job[BIAS] + column * 4 if job[BIAS] != 0 else np.int64(0)
+    count = min(LANES, job[OUTPUTS] - column)
+    if count < LANES:
+        _store_part(job, sums, width, bias, rows, first, column, count)
+        return
+    edges = carray(_pointer(job[EDGES]), (SIZE,), np.int64)
+    rounded = job[OUT_HALF] != 0
+    item = 2 if rounded else 4
+    out = job[OUT] + (first * job[OUT_STRIDE] + column) * item
+    _call(edges[ROUND if rounded else COPY], sums, width * 4, bias, out, job[OUT_STRIDE] * item, rows)
 
 
 @jit
@@ -164,7 +169,7 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
     x = job[LAID_OUT]
     if x == 0:
         x = np.int64(room.ctypes.data)
-        lay_out(job, first, rows, x)
+        _lay_out(job, first, rows, x)
     table = carray(_pointer(job[TABLE]), (max_rows, 3), np.int64)
     tiles, height, taller = _tile_heights(rows, max_rows)
     tallest = height + (1 if taller > 0 else 0)
@@ -177,10 +182,10 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
     panel_bytes = k * job[K_BYTES]
     leaf_k = k // leaves
     sums = np.empty(leaves * tallest * 4 * LANES, np.float32)
-    sums_bits, sums_at = sums.view(np.int32), np.int64(sums.ctypes.data)
+    sums_at = np.int64(sums.ctypes.data)
     e, powers = np.empty(tallest * LANES, np.float32), np.empty(tallest * LANES, np.int32)
     scale = powers.view(np.float32)
-    bias = _floats(job[BIAS], job[PANELS] * LANES)
+    add = carray(_pointer(job[EDGES]), (SIZE,), np.int64)[ADD]
     panel = begin
     while panel < end:
         choice = wide
@@ -200,36 +205,26 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
                 w_at = w + leaf * leaf_k * job[K_BYTES]
                 out_at = sums_at + leaf * size * 4
                 if mode == GATED and choice == 0:
-                    _call_tile(table[tall - 1, 0], x_at, w_at, apart, leaf_k, out_at, width * 4)
-                    _call_tile(table[tall - 1, 0], x_at, w_at + apart, apart, leaf_k, out_at + LANES * 4, width * 4)
+                    _call(table[tall - 1, 0], x_at, w_at, apart, leaf_k, out_at, width * 4)
+                    _call(table[tall - 1, 0], x_at, w_at + apart, apart, leaf_k, out_at + LANES * 4, width * 4)
                 else:
-                    _call_tile(table[tall - 1, choice], x_at, w_at, apart, leaf_k, out_at, width * 4)
+                    _call(table[tall - 1, choice], x_at, w_at, apart, leaf_k, out_at, width * 4)
             if mode == GATED:
                 _multiply_by_silu(sums, tall, width, e, powers, scale)
-                for r in range(tall):
-                    valid = min(LANES, job[OUTPUTS] - panel * LANES)
-                    _store(job, sums, sums_bits, r * width, first + row + r, panel * LANES, valid)
+                _store(job, sums_at, width, tall, first + row, panel)
             elif mode == APART:
                 for leaf in range(leaves):
-                    for r in range(tall):
-                        for c in range(count):
-                            valid = min(LANES, job[OUTPUTS] - (panel + c) * LANES)
-                            place = leaf * job[M] + first + row + r
-                            at = leaf * size + r * width + c * LANES
-                            _store(job, sums, sums_bits, at, place, (panel + c) * LANES, valid)
+                    for c in range(count):
+                        at = sums_at + (leaf * size + c * LANES) * 4
+                        _store(job, at, width, tall, leaf * job[M] + first + row, panel + c)
             else:
                 if leaves > 1:
-                    _fold(sums, leaves, size)
-                for r in range(tall):
-                    if job[BIAS] != 0:
-                        for j in range(width):
-                            sums[r * width + j] += bias[panel * LANES + j]
-                    for c in range(count):
-                        valid = min(LANES, job[OUTPUTS] - (panel + c) * LANES)
-                        _store(job, sums, sums_bits, r * width + c * LANES, first + row + r, (panel + c) * LANES, valid)
+                    _fold(sums_at, leaves, size, add)
+                for c in range(count):
+                    _store(job, sums_at + c * LANES * 4, width, tall, first + row, panel + c)
             row += tall
         panel += count if mode != GATED else 1
-    room[0] = 0  # numba frees an array after its last use, and does not see the address
+    room[0] = sums[0] = 0  # numba frees an array after its last use, and does not see what uses the address
 
 
 def _as_job(function: Any, signature: Any) -> Any:
