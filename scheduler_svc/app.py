@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib.util
 import logging
+import math
 import os
 import signal
 import sys
@@ -75,9 +76,13 @@ def parser() -> argparse.ArgumentParser:
     add("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens of one step")
     add("--max-seq-len", type=int, default=0, metavar="N", help="prompt and output; default: the model's positions")
     add("--max-queue", type=int, default=1024, metavar="N", help="choices that may wait")
+    add("--max-queued-tokens", type=int, default=1 << 24, metavar="N", help="prompt tokens that may wait")
     add("--pipeline-depth", type=int, default=2, metavar="N", help="steps in flight")
     add("--no-prefix-cache", action="store_true", help="share no keys and values between requests")
     add("--no-forecast", action="store_true", help="admit what fits now, and preempt when the pool is full")
+    add("--watermark", type=float, default=0.0, metavar="X", help="share of the pool that new choices leave free")
+    add("--ageing", type=float, default=60.0, metavar="S", help="waiting so long is worth one priority; 0: nothing is")
+    add("--fair-tenants", action="store_true", help="tenants take turns by the tokens that they were given")
     add("--step-timeout", type=float, default=30.0, metavar="S", help="a step that takes longer ends the epoch")
     add(
         "--form-timeout",
@@ -103,12 +108,8 @@ def parser() -> argparse.ArgumentParser:
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--record", type=Path, metavar="DIR", help="write the step stream for lockstep-replay; it holds token ids")
     add("--record-mib", type=int, default=256, metavar="N", help="what that folder may grow to; old files go first")
-    add(
-        "--decision-log",
-        type=Path,
-        metavar="FILE",
-        help="every decision of the core, to be replayed; it grows and grows",
-    )
+    add("--decision-log", type=Path, metavar="DIR", help="write every decision of the core, to be replayed")
+    add("--decision-log-mib", type=int, default=256, metavar="N", help="what that folder may grow to")
     add("--check-invariants", action="store_true", help="check the core after every step; slow")
     return found
 
@@ -134,9 +135,16 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least 1 is needed")
     if options.form_timeout is not None and options.form_timeout <= 0:
         usage.error(f"--form-timeout is {options.form_timeout:g}; it must be above 0")
-    for name in ("kv_blocks", "max_seq_len", "max_queue", "drain_timeout", "step_timeout", "recovery_timeout"):
-        if getattr(options, name) < 0:
-            usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it cannot be negative")
+    for name in (
+        *("kv_blocks", "max_seq_len", "max_queue", "max_queued_tokens", "ageing"),
+        *("drain_timeout", "step_timeout", "recovery_timeout"),
+    ):
+        if not 0 <= getattr(options, name) < math.inf:
+            usage.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it cannot be negative or endless")
+    if not 0 <= options.watermark < 1:
+        usage.error(f"--watermark is {options.watermark:g}; it is a share below 1")
+    if options.decision_log_mib < 1:
+        usage.error(f"--decision-log-mib is {options.decision_log_mib}; at least 1 is needed")
     if options.openai and importlib.util.find_spec("smg_grpc_proto") is None:
         usage.error("--openai needs the extra: pip install 'lockstep[openai]'")
     if options.traces and importlib.util.find_spec("opentelemetry") is None:
@@ -165,14 +173,19 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             max_batch_tokens=options.max_batch_tokens,
             max_seq_len=options.max_seq_len,
             max_queue=options.max_queue,
+            max_queued_tokens=options.max_queued_tokens,
             pipeline_depth=options.pipeline_depth,
             sample_at_scheduler=options.sample_at == "scheduler",
             prefix_cache=not options.no_prefix_cache,
             forecast=not options.no_forecast,
+            watermark=options.watermark,
+            ageing_s=options.ageing,
+            fair_tenants=options.fair_tenants,
             step_timeout_s=options.step_timeout,
             recovery_timeout_s=options.recovery_timeout,
             check_invariants=options.check_invariants,
             decision_log=str(options.decision_log or ""),
+            decision_log_bytes=options.decision_log_mib << 20,
         ),
         drain_timeout_s=options.drain_timeout,
         tokenizer=options.tokenizer,

@@ -13,11 +13,16 @@ class EngineConfig:
     max_batch_tokens: int = 512
     max_seq_len: int = 0
     max_queue: int = 1024
+    max_queued_tokens: int = 1 << 24
     pipeline_depth: int = 2
     sample_at_scheduler: bool = False
     prefix_cache: bool = True
     forecast: bool = True
+    watermark: float = 0.0
+    ageing_s: float = 60.0
+    fair_tenants: bool = False
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 120.0
     check_invariants: bool = False
-    decision_log: str = ""  # a file that is written anew; empty: none
+    decision_log: str = ""  # a folder; empty: none
+    decision_log_bytes: int = 256 << 20  # what it may grow to

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from protos.step import StepResult
@@ -23,6 +24,7 @@ from scheduler_svc.core.decision_log import RecordedScheduler
 from scheduler_svc.core.events import FinishReason, StepEvents
 from scheduler_svc.core.request import Draining, Duplicate, NeverFits, Overloaded, Refusal, Request
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.decision_files import DecisionFiles
 from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.engine_stats import StepCounters, core_values
 from scheduler_svc.executor import Executor
@@ -319,16 +321,21 @@ class EngineLoop:
             max_batch_tokens=facts.max_batch_tokens,
             max_seq_len=facts.max_seq_len,
             max_queue=self._config.max_queue,
+            max_queued_tokens=self._config.max_queued_tokens,
             pipeline_depth=self._config.pipeline_depth,
             sample_at_scheduler=self._config.sample_at_scheduler,
             prefix_cache=self._config.prefix_cache,
             forecast=self._config.forecast,
+            watermark=self._config.watermark,
+            ageing_s=self._config.ageing_s,
+            fair_tenants=self._config.fair_tenants,
             epoch=facts.epoch,
         )
         if not self._config.decision_log:
             return Scheduler(config)
-        log = open(self._config.decision_log, "w", buffering=1, encoding="utf-8")
-        return RecordedScheduler(config, lambda line: log.write(f"{line}\n"))
+        return RecordedScheduler(
+            config, DecisionFiles(Path(self._config.decision_log), self._config.decision_log_bytes)
+        )
 
     def _change_state(self, state: EngineState, reason: str) -> None:
         self._state = state

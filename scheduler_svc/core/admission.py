@@ -38,10 +38,15 @@ class Admission:
         sequence.expected_waste = 0
         if now + revived > pool.num_available:
             return False
-        if not (self._residency.rows.num_live and config.forecast):
+        if not self._residency.rows.num_live:
             return True
         if pool.num_available - now - revived < config.watermark * pool.num_blocks:
             return False
+        if not config.forecast:
+            return True
+        if self._fits_at_worst(sequence):
+            self._rows = None
+            return True
         if self._rows is None:
             self._rows, self._shared = self._look_ahead(budget)
         shared = self._shared + revived
@@ -57,14 +62,17 @@ class Admission:
         target = sequence.to_compute
         steps = -(-(target - num_computed) // budget)
         generated = max(0, target - sequence.num_prompt)
-        output = self._residency.lengths.expected(
-            np.array([generated]),
-            np.array([sequence.request.max_tokens]),
-            np.array([bool(sequence.stop_set)]),
-            np.array([sequence.order]),
+        output = self._residency.lengths.expected_of_one(
+            generated, sequence.request.max_tokens, bool(sequence.stop_set), sequence.order
         )
-        end = max(target, sequence.num_prompt + int(output[0]) - 1)
+        end = max(target, sequence.num_prompt + output - 1)
         return rows.plus(target - steps, steps - 1 + end - target + self._config.pipeline_depth - 1, num_found)
+
+    def _fits_at_worst(self, sequence: Sequence) -> bool:
+        """Whether the pool holds everybody at full length at once: no forecast can say less, so none is made."""
+        residency = self._residency
+        reserve = self._reserve(residency.rows.num_live + 1)
+        return residency.end_blocks + residency.blocks_at_end(sequence) + reserve <= self._config.num_blocks
 
     def _fits_to_its_end(self, with_it: Outlook, shared: int) -> bool:
         reserve = self._reserve(len(with_it.last))

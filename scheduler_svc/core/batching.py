@@ -81,9 +81,11 @@ def extension(rows: Rows) -> tuple[Int32s, Int32s, Int32s]:
 
 def step_columns(decoding: Int64s, serials: Int64s, chunks: list[Chunk]) -> tuple[Int64s, Int64s, Int64s, Bools]:
     """Slots, serials, num_new and samples of decoding rows and chunks together, by ascending slot."""
-    slots = np.concatenate((decoding, [chunk.slot for chunk in chunks])).astype(np.int64)
-    order = np.argsort(slots)
-    serials = np.concatenate((serials, [chunk.serial for chunk in chunks])).astype(np.int64)
-    num_new = np.concatenate((np.ones(len(decoding)), [chunk.count for chunk in chunks])).astype(np.int64)
-    samples = np.concatenate((np.ones(len(decoding), bool), [chunk.samples for chunk in chunks])).astype(bool)
-    return slots[order], serials[order], num_new[order], samples[order]
+    few = np.array([(chunk.slot, chunk.serial, chunk.count, chunk.samples) for chunk in chunks], np.int64)
+    slots = np.concatenate((decoding, few[:, 0]))
+    order = np.argsort(slots, kind="stable")  # two ascending runs: merged, not sorted
+    num_new = np.ones(len(slots), np.int64)
+    num_new[len(decoding) :] = few[:, 2]
+    samples = np.ones(len(slots), bool)
+    samples[len(decoding) :] = few[:, 3]
+    return slots[order], np.concatenate((serials, few[:, 1]))[order], num_new[order], samples[order]

@@ -1,38 +1,61 @@
 """A log of everything that was asked of a core and what it decided; the same questions give the same decisions.
 
-    core = RecordedScheduler(config, write)     the core, each call told to `write` as one line of JSON
-    python -m scheduler_svc.core.decision_log LOG     ask a fresh core again and print the first difference
+    core = RecordedScheduler(config, log)     the core, each call told to `log` as one line of JSON
+    python -m scheduler_svc.core.decision_log PATH     ask again and print the first difference of each file of a folder
 
-The first line is the config. Each other line is one call: its arguments and what came back. Logits are left out, since
-no decision depends on them. Knows the shape of the core's methods and nothing of how they decide.
+The first line is a header: the config and, unless the log begins with the core, the state of the core. Each other line
+is one call: its arguments and what came back. Logits are left out, since no decision depends on them. Knows the shape
+of the core's methods and nothing of how they decide.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from protos.step import Row, RowSampling, StepBatch, StepResult
+from scheduler_svc.core import snapshot
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import FinishReason, StepEvents
 from scheduler_svc.core.request import Refusal, Request
 from scheduler_svc.core.scheduler import Scheduler
 
-Write = Callable[[str], object]
 Json = Any
+SUFFIX = ".decisions"
+OWN_STATE = frozenset(("_log_to", "_quiet"))  # of the recorder, not of the core
+
+
+class DecisionLog(Protocol):
+    """Where lines go. `write` answers whether it wants to begin anew; it is then told `begin` at once."""
+
+    def begin(self, header: str) -> None: ...
+
+    def write(self, line: str) -> bool: ...
+
+
+class Lines(list[str]):
+    """A log in memory, header first."""
+
+    def begin(self, header: str) -> None:
+        self.append(header)
+
+    def write(self, line: str) -> bool:
+        self.append(line)
+        return False
 
 
 class RecordedScheduler(Scheduler):
-    """A core that tells `write` each call. What changes nothing (stats, invariants) is not logged."""
+    """A core that tells `log` each call. What changes nothing (stats, invariants) is not logged."""
 
-    def __init__(self, config: CoreConfig, write: Write) -> None:
+    def __init__(self, config: CoreConfig, log: DecisionLog) -> None:
         super().__init__(config)
-        self._write = write
+        self._log_to = log
         self._quiet = False
-        write(json.dumps({"config": asdict(config)}))
+        log.begin(json.dumps({"config": asdict(config)}))
 
     def submit(self, request: Request, now: float) -> None:
         refusal: Refusal | None = None
@@ -68,7 +91,7 @@ class RecordedScheduler(Scheduler):
 
     def take_events(self) -> StepEvents:
         events = super().take_events()
-        if events.finished:
+        if events.finished and not self._quiet:
             self._log("take_events", {}, _plain(events))
         return events
 
@@ -80,7 +103,9 @@ class RecordedScheduler(Scheduler):
         return batch
 
     def commit(self, result: StepResult, now: float) -> StepEvents:
+        self._quiet = True  # a late result takes events
         events = super().commit(result, now)
+        self._quiet = False
         told = {name: value for name, value in _plain(result).items() if name != "logits"}
         kept = {name: value for name, value in _plain(events).items() if name != "logits"}
         self._log("commit", {"result": told, "now": now}, kept)
@@ -91,7 +116,9 @@ class RecordedScheduler(Scheduler):
         self._log("abort_step", {"epoch": epoch, "now": now}, None)
 
     def _log(self, call: str, arguments: Json, answer: Json) -> None:
-        self._write(json.dumps({"call": call, "with": arguments, "answer": answer}))
+        if self._log_to.write(json.dumps({"call": call, "with": arguments, "answer": answer})):
+            state = snapshot.take(self, OWN_STATE)
+            self._log_to.begin(json.dumps({"config": asdict(self.config), "state": state}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +138,32 @@ class Difference:
         )
 
 
-def replay(lines: Iterable[str], make: Callable[[CoreConfig, Write], RecordedScheduler]) -> Difference | int:
-    """Ask a fresh core what the log was asked; the number of decisions that agree, or the first that does not."""
-    told: list[Json] = []
+def replay(
+    lines: Iterable[str], make: Callable[[CoreConfig, DecisionLog], RecordedScheduler] = RecordedScheduler
+) -> Difference | int:
+    """Ask a core what the log was asked; the number of decisions that agree, or the first that does not.
+
+    Raises ValueError for a log whose header this version of the core cannot begin from.
+    """
+    told = Lines()
     core: RecordedScheduler | None = None
+    number = 0
     for number, line in enumerate(lines, 1):
         entry = json.loads(line)
         if core is None:
-            core = make(CoreConfig(**entry["config"]), lambda text: told.append(json.loads(text)))
-            told.clear()
+            core = make(CoreConfig(**entry["config"]), told)
+            if "state" in entry:
+                snapshot.restore(core, entry["state"])
             continue
-        _ask(core, entry["call"], entry["with"])
-        answer = told.pop()["answer"] if told else "<no such event>"
         told.clear()
+        try:
+            _ask(core, entry["call"], entry["with"])
+        except (AssertionError, LookupError) as error:  # a step that this core never sent, a row that it does not have
+            return Difference(number, entry["call"], "", entry["answer"], repr(error))
+        answer = json.loads(told[-1])["answer"] if told else "<no such event>"
         if answer != entry["answer"]:
             return Difference(number, entry["call"], *_first_difference(entry["answer"], answer))
-    return max(0, number - 1) if core is not None else 0
+    return max(0, number - 1)
 
 
 def _ask(core: RecordedScheduler, call: str, arguments: Json) -> None:
@@ -194,15 +231,24 @@ def _result(plain: Json) -> StepResult:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m scheduler_svc.core.decision_log LOG", file=sys.stderr)
+        print("usage: python -m scheduler_svc.core.decision_log FOLDER|FILE", file=sys.stderr)
         return 2
-    with open(arguments[0], encoding="utf-8") as lines:
-        outcome = replay(lines, RecordedScheduler)
-    if isinstance(outcome, Difference):
-        print(outcome)
-        return 1
-    print(f"{outcome} decisions agree")
-    return 0
+    path = Path(arguments[0])
+    files = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
+    agreed = 0
+    for file in files:
+        try:
+            with file.open(encoding="utf-8") as lines:
+                outcome = replay(lines)
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"{file.name}: {error}", file=sys.stderr)
+            return 2
+        if isinstance(outcome, Difference):
+            print(f"{file.name}, {outcome}")
+            return 1
+        agreed += outcome
+    print(f"{agreed} decisions in {len(files)} files agree")
+    return 0 if agreed else 2
 
 
 if __name__ == "__main__":

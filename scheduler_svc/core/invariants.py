@@ -38,6 +38,8 @@ def _check_pool(residency: Residency) -> None:
 def _check_rows(residency: Residency) -> None:
     """Counts are in order, tables are long enough, and nobody writes to a block that another may read."""
     rows, pool, config = residency.rows, residency.pool, residency.config
+    running = [sequence for sequence in rows.sequences if sequence is not None]
+    assert residency.end_blocks == sum(map(residency.blocks_at_end, running))
     for slot, sequence in enumerate(rows.sequences):
         if sequence is None:
             assert rows.serial[slot] == -1 and rows.phase[slot] == FREE and not rows.introduced[slot]

@@ -9,6 +9,7 @@ salt), so that neither tenants nor weights can be confused. A collision is as un
 
 import hashlib
 from collections.abc import Sequence as Items
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from scheduler_svc.core.blocks import BlockPool
 DIGEST_BYTES = 16
 
 
+@lru_cache(maxsize=1024)
 def root_digest(model_version: str, cache_salt: str, adapter: str = "") -> bytes:
     """The parent of a first block: every field with its name and length, so that no two splits agree."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)

@@ -40,8 +40,13 @@ class Residency:
         self.to_retire: list[int] = []
         self._held: deque[tuple[int, Int32s, int]] = deque()  # step to wait for, blocks of an ended row, its own
         self.num_held = 0  # blocks that come free when those steps are done
+        self.end_blocks = 0  # that running rows would have, each with all its tokens and none shared
 
     # Getting in
+
+    def blocks_at_end(self, sequence: Sequence) -> int:
+        """Blocks of a choice that gets all its tokens; the last is never fed back."""
+        return -(-max(sequence.limit - 1, sequence.num_prompt) // self.config.block_size)
 
     def chain(self, sequence: Sequence, tokens: Int32s, num_blocks: int) -> list[bytes]:
         """Digests of at least the first `num_blocks` full blocks of the sequence's tokens."""
@@ -52,12 +57,16 @@ class Residency:
 
     def seat(self, sequence: Sequence, found: list[int], num_computed: int, num_new: int) -> None:
         """Give a waiting sequence a slot, the blocks that were found for it and those of its first chunk."""
-        adopted = np.array(found, np.int32)
-        self.pool.adopt(adopted)
         needed = -(-(num_computed + num_new) // self.config.block_size) - len(found)
-        blocks = np.concatenate((adopted, self.pool.allocate(max(0, needed))))
+        blocks = np.array(found, np.int32)
+        if found:
+            self.pool.adopt(blocks)
+        if needed > 0:
+            allocated = self.pool.allocate(needed)
+            blocks = np.concatenate((blocks, allocated)) if found else allocated
         self.queue.remove(sequence)
         self.num_changes += 1
+        self.end_blocks += self.blocks_at_end(sequence)
         again = max(0, sequence.num_done - num_computed)
         self.counters.recomputed_tokens += again
         self.ledger.waste += again + sequence.expected_waste
@@ -203,6 +212,7 @@ class Residency:
 
     def _vacate(self, sequence: Sequence) -> None:
         self.num_changes += 1
+        self.end_blocks -= self.blocks_at_end(sequence)
         self.stops.remove(sequence.stop_ids)
         self.ledger.waste -= sequence.expected_waste  # what it came to is counted when it starts again
         sequence.expected_waste = 0

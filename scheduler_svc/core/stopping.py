@@ -22,9 +22,9 @@ class StopTable:
         self._counts = np.zeros(1, np.int32)  # by id; the last entry stands for every larger id and stays 0
 
     def add(self, ids: Int32s) -> None:
-        """`ids` are distinct."""
+        """`ids` are distinct and ascending."""
         if len(ids):
-            needed = int(ids.max()) + 2
+            needed = int(ids[-1]) + 2
             if needed > len(self._counts):
                 grown = np.zeros(max(needed, 2 * len(self._counts)), np.int32)
                 grown[: len(self._counts)] = self._counts
@@ -32,7 +32,8 @@ class StopTable:
             self._counts[ids] += 1
 
     def remove(self, ids: Int32s) -> None:
-        self._counts[ids] -= 1
+        if len(ids):
+            self._counts[ids] -= 1
 
     def candidates(self, token_ids: Int32s) -> NDArray[np.bool_]:
         """Which tokens stop at least one row; the caller asks whose."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core.ledger import Ledger
+from scheduler_svc.core.ledger import MAX_WASTE, Ledger
 from scheduler_svc.core.lengths import LengthHistory
 from scheduler_svc.core.outlook import Outlook
 from tests.core.engine import Bench
@@ -25,18 +25,27 @@ def seed_scenario(num_blocks: int, depth: int, forecast: bool) -> tuple[int, int
     return bench.fake.num_tokens, steps
 
 
+# Steps of the best schedule that computes at most 1.15 times the minimum: an exhaustive search with perfect knowledge
+# (`python -m bench.seed_scenario`), new ones in order of arrival, the youngest preempted, one step in flight.
+BEST = dict(zip(POOLS, (259, 233, 197, 177, 154, 145, 130, 123, 118, 111, 103)))
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_growth_does_not_thrash(depth):
     """At most 1.15 times the minimum is computed, where admitting what fits now computes up to 1.45 times.
 
-    Steps: what is not computed again must be waited for. Even with perfect knowledge no schedule of this scenario with
-    1.15 times the work reaches the naive one's number of steps in the smallest pools; over all pools it stays near.
+    What is not computed again must be waited for: with so little of it no schedule is as short as the naive one in
+    pools of 20 to 30 blocks (BEST). Ours stays within 4 % of the best over all pools.
     """
     naive = [seed_scenario(pool, depth, forecast=False) for pool in POOLS]
     ours = [seed_scenario(pool, depth, forecast=True) for pool in POOLS]
     assert max(tokens for tokens, _steps in ours) <= 1.15 * MINIMAL
     assert min(tokens for tokens, _steps in naive) > 1.2 * MINIMAL
-    assert sum(steps for _tokens, steps in ours) <= 1.15 * sum(steps for _tokens, steps in naive)
+    steps = sum(steps for _tokens, steps in ours)
+    assert steps <= 1.1 * sum(steps for _tokens, steps in naive)
+    if depth == 1:
+        assert steps <= 1.04 * sum(BEST.values())
+        assert all(best > naive[i][1] for i, best in enumerate(BEST.values()) if POOLS[i] <= 30)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -87,6 +96,20 @@ def test_the_youngest_of_the_lowest_priority_is_preempted():
                 order.append(sequence.key)
     bench.assert_solo()
     assert order[:2] == [keys[2], keys[0]]
+
+
+def test_the_watermark_leaves_blocks_free_while_something_runs():
+    for forecast in (True, False):
+        bench = Bench(num_blocks=40, watermark=0.5, forecast=forecast, max_batch_tokens=200)
+        for _ in range(5):
+            bench.submit(24, max_tokens=4)
+        bench.step()
+        assert bench.core.stats().running == 3 and bench.core.stats().waiting_for["blocks"] == 1
+        bench.run()
+        bench.assert_solo()
+    alone = Bench(num_blocks=8, watermark=0.9)
+    alone.submit(24, max_tokens=8)
+    alone.run()
 
 
 # Fairness and latency
@@ -231,7 +254,11 @@ def test_lengths_follow_their_history():
 def test_speculation_is_bounded_and_calm_buys_nothing():
     ledger = Ledger(window=1000)
     assert not ledger.allows(gain=10, waste=10, work_ahead=0) and ledger.allows(gain=10, waste=10, work_ahead=100)
-    assert not ledger.allows(gain=3, waste=10, work_ahead=10_000)
+    cheap, dear = dict(gain=2, waste=10), dict(gain=4, waste=10)
+    assert ledger.allows(**cheap, work_ahead=10_000), "while much is left, little gain is enough"
+    ledger.waste = 0.9 * MAX_WASTE * 10_000
+    assert not ledger.allows(**dear, work_ahead=10_000) and ledger.allows(gain=5, waste=10, work_ahead=10_000)
+    ledger.waste = 0.0
     for _ in range(100_000):
         ledger.add_work(10)
     assert ledger.work <= 1000
