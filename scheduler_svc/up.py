@@ -270,6 +270,11 @@ def _command(script: str, module: str) -> list[str]:
     return [sys.executable, str(installed)] if installed.exists() else [sys.executable, "-m", module]
 
 
+def device_of(device: str, rank: int, tp: int) -> str:
+    """A GPU for each rank of a group; one alone takes the one that it is told, or the process's first."""
+    return f"cuda:{rank}" if device == "cuda" and tp > 1 else device
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep-up",
@@ -280,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face snapshot folder")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers, each with one shard (default 1)")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="port 0 takes a free one")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, where each worker takes a GPU (default cpu)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float64; default: the checkpoint's")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="of keys and values; default: the model's")
     parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
@@ -300,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     threads = options.threads or max(1, launch.available_cores() // options.tp)
     # a secret of this run alone, in the environment because command lines are public
     environment = {**os.environ, SECRET_VARIABLE: secrets.token_hex(16)}
-    shared = ["--device", options.device, "--numerics", options.numerics]
+    shared = ["--numerics", options.numerics]
     if options.dtype:
         shared += ["--dtype", options.dtype]
     if options.kv_dtype:
@@ -313,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [
                 *_command("lockstep-worker", "worker_svc.app"),
                 *("--listen", address, "--model", options.model, "--rank", str(rank), "--tp", str(options.tp)),
-                *("--threads", str(threads), *shared),
+                *("--threads", str(threads), "--device", device_of(options.device, rank, options.tp), *shared),
             ],
             environment,
         )
