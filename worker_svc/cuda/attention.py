@@ -51,8 +51,8 @@ class Tuning:
     decode_programs: int = 1056
     decode_warps: int = 2
     decode_stages: int = 3
-    fold_ahead: int = 8
-    fold_width: int = 32  # columns of a program at up to fold_rows rows
+    fold_ahead: int = 1
+    fold_width: int = 128  # columns of a program at up to fold_rows rows
     fold_rows: int = 16
     prefill_block_m: int = 64
     prefill_warps: int = 4

@@ -43,6 +43,14 @@ def _scores(Q, K_ring, filled, t, ask, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _rounded_product(x, scale):
+    """x * scale, which no later subtraction may be contracted with: there is no maximum between them to forbid it."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, gl.zeros_like(x) + scale], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _values(P, unit, V_ring, t, sums, acc, FIRST: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr):
     """Ask for P's row sums and its product with the values of tile t, which has arrived."""
     P_l = gl.convert_layout(P, gl.DotOperandLayout(0, MMA_L, 2))
@@ -93,7 +101,7 @@ def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty,
             if EARLY:
                 S_next = _scores(Q, K_ring, k_filled, now + 1, now + 1 < t_end, STAGES)
             if i == 0:
-                top = gl.max(S, 1) * scale
+                top = _rounded_product(gl.max(S, 1), scale)
             else:
                 top = gl.maximum(m, gl.max(S, 1) * scale)
                 a = gl.exp2(m - top)
