@@ -251,14 +251,14 @@ def _free_port() -> int:
 
 
 def commit() -> str:
-    """The commit and whether tracked files differ from it; `unknown` outside a checkout."""
+    """LOCKSTEP_COMMIT where it is set (a copy of a checkout may know another), else git's; `unknown` outside both."""
     try:
         run = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("LOCKSTEP_COMMIT", "unknown")
-    return run.stdout.strip()
+    return os.environ.get("LOCKSTEP_COMMIT") or run.stdout.strip()
 
 
 async def greedy_ids(address: str) -> list[tuple[list[int], list[int]]]:
