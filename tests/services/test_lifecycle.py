@@ -336,6 +336,7 @@ def test_options_that_the_model_does_not_allow_end_the_process_with_the_numbers(
         ["--listen", "x"],
         ["--tls-cert", "x"],
         ["--kv-blocks", "-1"],
+        ["--form-timeout", "0"],
         ["--tokens-file", "/does/not/exist"],
         ["--unknown"],
     ],
