@@ -7,6 +7,7 @@ lengths of the longtail64 workload against a model of ideal packing. One core, n
 
 import argparse
 import json
+import os
 import time
 from dataclasses import asdict, dataclass
 
@@ -139,10 +140,19 @@ class Packing:
     makespan_steps: int
     ideal_steps: int  # no schedule is shorter: blocks x steps over the pool, rows x steps over the slots, the longest
     ratio: float
-    last_arrivals_share: float
+    started_ratio: float  # the same for the work that was done until the last request started
+    last_arrivals_share: float  # of all steps, after that: the longest of the last run out, in a pool that empties
     preemptions: int
     recomputed_tokens: int
     seconds: float
+
+
+def _area(num_prompt: int, outputs: Int64s) -> Int64s:
+    """Blocks x steps of rows with so many output tokens: ceil((prompt + t) / BLOCK) blocks in step t."""
+    whole, part = np.divmod(num_prompt + outputs - 1, BLOCK)
+    prompt_blocks = num_prompt // BLOCK
+    areas: Int64s = BLOCK * (whole * (whole + 1) // 2 - prompt_blocks * (prompt_blocks + 1) // 2) + part * (whole + 1)
+    return areas
 
 
 def pack(count: int, slots: int, num_blocks: int, num_prompt: int = 512) -> Packing:
@@ -152,17 +162,19 @@ def pack(count: int, slots: int, num_blocks: int, num_prompt: int = 512) -> Pack
     answers = Answers(core)
     for key, length in enumerate(lengths.tolist()):
         core.submit(make_request(key, num_prompt, length, stops=frozenset()), 0.0)
-    steps, started, full_until = 0, time.perf_counter(), 0
+    steps, started, full_until, left = 0, time.perf_counter(), 0, 0
     while (batch := core.plan(float(steps))) is not None:
         core.commit(answers.answer(batch), float(steps))
         steps += 1
         if core._residency.queue.num_sequences:
             full_until = steps
-    # A row with its prompt computed owns ceil((prompt + t) / BLOCK) blocks in its step t.
-    whole, part = np.divmod(num_prompt + lengths - 1, BLOCK)
-    prompt_blocks = num_prompt // BLOCK
-    areas = BLOCK * (whole * (whole + 1) // 2 - prompt_blocks * (prompt_blocks + 1) // 2) + part * (whole + 1)
-    ideal = max(areas.sum() / num_blocks, lengths.sum() / slots, lengths.max())
+        elif full_until == steps - 1:  # the last one has started
+            rows = core._residency.rows
+            live = np.flatnonzero(rows.phase)
+            ends = rows.limit[live] - num_prompt
+            left = int((_area(num_prompt, ends) - _area(num_prompt, rows.known[live] - num_prompt)).sum())
+    area = int(_area(num_prompt, lengths).sum())
+    ideal = max(area / num_blocks, lengths.sum() / slots, lengths.max())
     counters = core.stats().counters
     assert counters.finished == {"length": count} and not core.has_work
     return Packing(
@@ -170,6 +182,7 @@ def pack(count: int, slots: int, num_blocks: int, num_prompt: int = 512) -> Pack
         makespan_steps=steps,
         ideal_steps=int(ideal),
         ratio=round(float(steps / ideal), 4),
+        started_ratio=round(full_until * num_blocks / (area - left), 4),
         last_arrivals_share=round(1 - full_until / steps, 4),
         preemptions=counters.preemptions,
         recomputed_tokens=counters.recomputed_tokens,
@@ -181,8 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, help="only this many rows (1, 64, 256 and 1024 otherwise)")
     parser.add_argument("--trace", type=int, default=0, metavar="N", help="also pack a trace of N requests (10000)")
+    parser.add_argument("--trace-blocks", type=int, default=10_000, metavar="N", help="the pool of that trace")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]  # of the machine: its other work makes these figures larger
     answers = []
     for rows in [arguments.rows] if arguments.rows else [1, 64, 256, 1024]:
         answer = {"rows": rows, **asdict(steady(rows)), "churn_1_percent": asdict(steady(rows, churn=0.01, steps=400))}
@@ -196,12 +211,12 @@ def main() -> None:
             )
     result = answers[0] if arguments.rows else {"rows": answers}
     if arguments.trace:
-        packing = pack(arguments.trace, slots=256, num_blocks=20_000)
+        packing = pack(arguments.trace, slots=256, num_blocks=arguments.trace_blocks)
         result["trace"] = asdict(packing)
         if not arguments.json:
             print(packing)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "load": round(load, 2)}))
 
 
 if __name__ == "__main__":

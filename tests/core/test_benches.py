@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.core_bench import pack
+from bench.seed_scenario import MINIMAL, by_core, reachable
 from bench.simulate_day import simulate
+from bench.wake_bench import measure
 from scheduler_svc.core.residency import Residency
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,3 +50,14 @@ def test_the_core_bench_prints_its_keys():
     )
     assert answer["plan_commit_ms"] > 0 and answer["codec_us"] > 0 and answer["steps_s"] > 0
     assert answer["message_bytes"] < 64
+
+
+def test_no_schedule_that_recomputes_nothing_is_shorter_than_one_after_the_other_in_the_smallest_pool():
+    """In a pool that just holds the long one nobody runs beside it, and of the others no two side by side."""
+    assert reachable(17, 0, 64 + 6 * 40) and not reachable(17, 0, 64 + 6 * 40 - 1)
+    assert by_core(17, forecast=True).tokens <= 1.15 * MINIMAL
+
+
+def test_an_idle_engine_wakes_at_once_and_does_not_wait_busily():
+    wakes = measure(20)
+    assert wakes.median_ms < 10 and wakes.idle_cpu_share < 0.05

@@ -86,6 +86,36 @@ def test_no_two_requests_evict_each_other(depth):
     assert bench.core.stats().counters.preemptions <= 2
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("forecast", [True, False])
+@pytest.mark.parametrize("blocks", [20, 24, 30])
+def test_whoever_is_evicted_is_junior_to_all_that_stay(depth, forecast, blocks):
+    """Seniority is a fixed order, so that eviction has no cycles: of any two only one can ever evict the other."""
+    bench = Bench(num_blocks=blocks, pipeline_depth=depth, forecast=forecast)
+    for i in range(8):
+        bench.submit(20, max_tokens=50, priority=i % 2)
+
+    def running():
+        return {s for s in bench.core._residency.rows.sequences if s is not None and s.phase.value != "leaving"}
+
+    evictions = 0
+    while True:
+        before, counts = running(), {s: s.preemptions for s in running()}
+        if bench.core.can_plan and bench.plan() is not None:
+            evicted = {s for s in before if s.preemptions > counts[s]}
+            stay = before & running()
+            evictions += len(evicted)
+            for victim in evicted:
+                for other in stay:
+                    assert (victim.request.priority, -victim.order) < (other.request.priority, -other.order)
+        elif bench.waiting:
+            bench.commit()
+        else:
+            break
+    bench.assert_solo()
+    assert forecast or evictions >= 3
+
+
 def test_the_youngest_of_the_lowest_priority_is_preempted():
     bench = Bench(num_blocks=26, forecast=False, prefix_cache=False)
     keys = [bench.submit(16, max_tokens=40, priority=priority) for priority in (0, 5, 0, 1)]

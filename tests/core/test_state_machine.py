@@ -13,11 +13,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from scheduler_svc.core.decision_log import RecordedScheduler, replay
 from scheduler_svc.core.request import NeverFits, Overloaded
 from tests.core.engine import Bench
 from tests.core.fake import solo
 
 FAMILIES = [np.random.default_rng(seed).integers(0, 97, 60) for seed in range(3)]
+
+
+class Parts(list[list[str]]):
+    """A log that begins anew every hundred calls."""
+
+    def begin(self, header):
+        self.append([header])
+
+    def write(self, line):
+        self[-1].append(line)
+        return len(self[-1]) > 100
 
 
 class Histories(RuleBasedStateMachine):
@@ -33,8 +45,26 @@ class Histories(RuleBasedStateMachine):
         cache=st.booleans(),
         forecast=st.booleans(),
         fair=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.3]),
+        ageing=st.sampled_from([0.0, 5.0]),
+        queued_tokens=st.sampled_from([60, 10_000]),
     )
-    def start(self, block_size, num_tokens, slots, budget, depth, at_scheduler, cache, forecast, fair):
+    def start(
+        self,
+        block_size,
+        num_tokens,
+        slots,
+        budget,
+        depth,
+        at_scheduler,
+        cache,
+        forecast,
+        fair,
+        watermark,
+        ageing,
+        queued_tokens,
+    ):
+        self.parts = Parts()
         self.bench = Bench(
             num_blocks=max(2, num_tokens // block_size),
             block_size=block_size,
@@ -47,6 +77,10 @@ class Histories(RuleBasedStateMachine):
             prefix_cache=cache,
             forecast=forecast,
             fair_tenants=fair,
+            watermark=watermark,
+            ageing_s=ageing,
+            max_queued_tokens=queued_tokens,
+            scheduler=lambda config: RecordedScheduler(config, self.parts),
             poisoned=lambda name, index: name.startswith("nan") and index == 2,
         )
 
@@ -123,6 +157,8 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         self.bench.run()
+        for part in self.parts[-2:]:
+            assert replay(part) == len(part) - 1, "the log replays"
         for (key, choice), told in self.bench.told.items():
             expected, reason = solo(self.bench.requests[key], choice)
             assert told.tokens == expected[: len(told.tokens)]

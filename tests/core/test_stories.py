@@ -155,6 +155,75 @@ def resumed() -> Teller:
     return teller
 
 
+def deadline() -> Teller:
+    bench = Bench(max_num_seqs=1, pipeline_depth=2)
+    teller = Teller(
+        bench, "Two deadlines pass, one of a running and one of a waiting request: the third starts at once"
+    )
+    bench.submit(5, max_tokens=20, request_id="runs", deadline=4.0)
+    bench.submit(5, max_tokens=20, request_id="waits", deadline=4.0)
+    bench.submit(5, max_tokens=2, request_id="third")
+    teller.go_on()
+    return teller
+
+
+def priorities_age() -> Teller:
+    bench = Bench(max_num_seqs=1, ageing_s=3)
+    teller = Teller(bench, "One slot, a level of priority for 3 s of waiting: low goes before what came 4 s after it")
+    bench.submit(3, max_tokens=3, priority=1, request_id="high0")
+    bench.submit(3, max_tokens=1, priority=0, request_id="low")
+    for number in range(1, 4):
+        bench.submit(3, max_tokens=2, priority=1, request_id=f"high{number}")
+        teller.go_on(2)
+    teller.go_on()
+    return teller
+
+
+def fair_tenants() -> Teller:
+    bench = Bench(max_num_seqs=1, fair_tenants=True)
+    teller = Teller(bench, "Three requests of one tenant are there first: the other tenant's goes second")
+    for number in range(3):
+        bench.submit(4, max_tokens=2, tenant="many", request_id=f"many{number}")
+    bench.submit(4, max_tokens=2, tenant="one", request_id="one")
+    teller.go_on()
+    return teller
+
+
+def watermark() -> Teller:
+    bench = Bench(num_blocks=8, watermark=0.4, forecast=False)
+    teller = Teller(bench, "Two of eight blocks would be left: the second waits until the first has ended")
+    bench.submit(11, max_tokens=2, request_id="first")
+    bench.submit(11, max_tokens=2, request_id="second")
+    teller.go_on()
+    return teller
+
+
+def finished_prefix() -> Teller:
+    bench = Bench(num_blocks=6)
+    teller = Teller(bench, "Blocks of a finished request are found again, and evicted end first when others need them")
+    bench.submit(list(range(12)), max_tokens=1, request_id="first")
+    teller.go_on()
+    bench.submit(list(range(13)), max_tokens=1, request_id="found")
+    teller.go_on()
+    bench.submit(list(range(50, 66)), max_tokens=1, request_id="stranger")
+    teller.go_on()
+    bench.submit(list(range(13)), max_tokens=1, request_id="cut short")
+    teller.go_on()
+    return teller
+
+
+def leader_gone() -> Teller:
+    bench = Bench(max_batch_tokens=8)
+    teller = Teller(bench, "A follower waits for its leader's blocks; the leader is cancelled and the follower leads")
+    bench.submit(list(range(20)), max_tokens=1, request_id="leader")
+    bench.submit(list(range(20)), max_tokens=1, request_id="follower")
+    teller.go_on(2)
+    teller.say(f"waiting for {bench.core.stats().waiting_for}; cancel leader")
+    bench.cancel(1)
+    teller.go_on()
+    return teller
+
+
 STORIES: list[Callable[[], Teller]] = [
     chunked_prefill,
     preemption,
@@ -168,6 +237,12 @@ STORIES: list[Callable[[], Teller]] = [
     sampled_at_the_scheduler,
     prompt_scores,
     resumed,
+    deadline,
+    priorities_age,
+    fair_tenants,
+    watermark,
+    finished_prefix,
+    leader_gone,
 ]
 
 
