@@ -10,11 +10,16 @@ Importing fails where numba is absent; torch's plain twins (`cpu.py`, `attention
 Legend: T tokens, N width, L leaves, H query heads, K kv heads, G = H / K, E head size, R rows, B blocks a row.
 """
 
+import functools
 from typing import Any
 
 import numba
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
 from numba.extending import overload
+
+from worker_svc.ops.attention_tiles import COUNT, LARGEST, SCORES, WEIGH_16, WEIGH_64, WIDEN
+from worker_svc.ops.raw import call, pointer
 
 LANES = 16
 SPLIT = 256
@@ -37,6 +42,21 @@ def jit(function: Any) -> Any:
         return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:
         return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def as_job(function: Any) -> int:
+    """The address of function(arguments, chunk), both words, for `companion.run`; kept on disk where a folder can."""
+    signature = numba.types.void(numba.types.int64, numba.types.int64)
+    try:
+        made = numba.cfunc(signature, cache=True)(function)
+    except RuntimeError:
+        made = numba.cfunc(signature)(function)
+    _jobs.append(made)
+    address: int = made.address  # type: ignore[assignment]
+    return address
+
+
+_jobs: list[Any] = []  # what has an address must stay
 
 
 def _load(source: Any, target: Any, target_bits: Any, count: int) -> None:
@@ -97,100 +117,6 @@ def _tree(lanes):  # type: ignore[no-untyped-def]
     e, f = lanes[2] + lanes[10], lanes[6] + lanes[14]
     g, h = lanes[3] + lanes[11], lanes[7] + lanes[15]
     return ((a + b) + (e + f)) + ((c + d) + (g + h))
-
-
-@jit
-def _dot_lanes(q, k, chunks, out):  # type: ignore[no-untyped-def]
-    """out[l] = sum over c ascending of q[c, l] * k[c, l]. Sixteen scalars, so that no store stands between the sums."""
-    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = a8 = a9 = a10 = a11 = a12 = a13 = a14 = a15 = ZERO
-    for c in range(chunks):
-        a0 += q[c, 0] * k[c, 0]
-        a1 += q[c, 1] * k[c, 1]
-        a2 += q[c, 2] * k[c, 2]
-        a3 += q[c, 3] * k[c, 3]
-        a4 += q[c, 4] * k[c, 4]
-        a5 += q[c, 5] * k[c, 5]
-        a6 += q[c, 6] * k[c, 6]
-        a7 += q[c, 7] * k[c, 7]
-        a8 += q[c, 8] * k[c, 8]
-        a9 += q[c, 9] * k[c, 9]
-        a10 += q[c, 10] * k[c, 10]
-        a11 += q[c, 11] * k[c, 11]
-        a12 += q[c, 12] * k[c, 12]
-        a13 += q[c, 13] * k[c, 13]
-        a14 += q[c, 14] * k[c, 14]
-        a15 += q[c, 15] * k[c, 15]
-    out[0] = a0
-    out[1] = a1
-    out[2] = a2
-    out[3] = a3
-    out[4] = a4
-    out[5] = a5
-    out[6] = a6
-    out[7] = a7
-    out[8] = a8
-    out[9] = a9
-    out[10] = a10
-    out[11] = a11
-    out[12] = a12
-    out[13] = a13
-    out[14] = a14
-    out[15] = a15
-
-
-@jit
-def _weigh(weights, begin, low, high, v, c, total):  # type: ignore[no-untyped-def]
-    """total[c, l] += weights[begin + j] * v[j, c, l] for j from low to high - 1, ascending."""
-    a0 = total[c, 0]
-    a1 = total[c, 1]
-    a2 = total[c, 2]
-    a3 = total[c, 3]
-    a4 = total[c, 4]
-    a5 = total[c, 5]
-    a6 = total[c, 6]
-    a7 = total[c, 7]
-    a8 = total[c, 8]
-    a9 = total[c, 9]
-    a10 = total[c, 10]
-    a11 = total[c, 11]
-    a12 = total[c, 12]
-    a13 = total[c, 13]
-    a14 = total[c, 14]
-    a15 = total[c, 15]
-    for j in range(low, high):
-        w = weights[begin + j]
-        a0 += w * v[j, c, 0]
-        a1 += w * v[j, c, 1]
-        a2 += w * v[j, c, 2]
-        a3 += w * v[j, c, 3]
-        a4 += w * v[j, c, 4]
-        a5 += w * v[j, c, 5]
-        a6 += w * v[j, c, 6]
-        a7 += w * v[j, c, 7]
-        a8 += w * v[j, c, 8]
-        a9 += w * v[j, c, 9]
-        a10 += w * v[j, c, 10]
-        a11 += w * v[j, c, 11]
-        a12 += w * v[j, c, 12]
-        a13 += w * v[j, c, 13]
-        a14 += w * v[j, c, 14]
-        a15 += w * v[j, c, 15]
-    total[c, 0] = a0
-    total[c, 1] = a1
-    total[c, 2] = a2
-    total[c, 3] = a3
-    total[c, 4] = a4
-    total[c, 5] = a5
-    total[c, 6] = a6
-    total[c, 7] = a7
-    total[c, 8] = a8
-    total[c, 9] = a9
-    total[c, 10] = a10
-    total[c, 11] = a11
-    total[c, 12] = a12
-    total[c, 13] = a13
-    total[c, 14] = a14
-    total[c, 15] = a15
 
 
 @jit
@@ -309,29 +235,48 @@ def rope_write(  # type: ignore[no-untyped-def]
 
 
 @jit
-def attend(queries, keys, values, tables, segments, window, begin_segment, end_segment, out):  # type: ignore[no-untyped-def]
+def _fetch(pool, table, kv, first, count, loaded, tiles):  # type: ignore[no-untyped-def]
+    """loaded[:count] = keys or values of tokens first .. of one sequence, in fp32."""
+    kv_heads, block_size, head_dim = pool.shape[1], pool.shape[2], pool.shape[3]
+    padded = loaded.shape[1]
+    bits = loaded.view(np.int32)
+    j = 0
+    while j < count:
+        block, offset = table[(first + j) // block_size], (first + j) % block_size
+        run = min(count - j, block_size - offset)
+        if pool.itemsize == 2 and head_dim == padded:
+            source = pool.ctypes.data + ((block * kv_heads + kv) * block_size + offset) * head_dim * 2
+            call(tiles[WIDEN], source, loaded.ctypes.data + j * padded * 4, run * head_dim, 0, 0, 0)
+        else:
+            for i in range(run):
+                _load(pool[block, kv, offset + i], loaded[j + i], bits[j + i], head_dim)
+        j += run
+
+
+@jit
+def attend(queries, keys, values, tables, segments, window, tiles, begin_segment, end_segment, out):  # type: ignore[no-untyped-def]
     """softmax(q k^T) v for segments begin .. end - 1, queries already scaled.
 
-    segments [S, 4]: row, first token, number of tokens, position of the first.
+    segments [S, 4]: row, first token, number of tokens, position of the first. tiles: of `attention_tiles.py`.
     """
     num_heads, head_dim = queries.shape[1], queries.shape[2]
-    kv_heads, block_size = keys.shape[1], keys.shape[2]
+    kv_heads = keys.shape[1]
     groups = num_heads // kv_heads
     padded = (head_dim + LANES - 1) // LANES * LANES
-    rows, chunks = TILE * groups, padded // LANES
+    rows = TILE * groups
     loaded = np.zeros((LANES, padded), np.float32)
-    loaded_bits = loaded.view(np.int32)
     q = np.zeros((rows, padded), np.float32)
     scores = np.empty((rows, SPLIT), np.float32)
     total, best = np.empty(rows, np.float32), np.empty(rows, np.float32)
     weighted = np.empty((rows, padded), np.float32)
-    q_chunks, loaded_chunks = q.reshape(rows, chunks, LANES), loaded.reshape(LANES, chunks, LANES)
-    weighted_chunks = weighted.reshape(rows, chunks, LANES)
+    loaded_at, q_at = np.int64(loaded.ctypes.data), np.int64(q.ctypes.data)
+    scores_at, weighted_at = np.int64(scores.ctypes.data), np.int64(weighted.ctypes.data)
     lanes = np.empty(LANES, np.float32)
     powers = np.empty(SPLIT, np.int32)
     scale = powers.view(np.float32)
     pair, pair_powers = np.empty(2, np.float32), np.empty(2, np.int32)
     pair_scale = pair_powers.view(np.float32)
+    pair_at = np.int64(pair.ctypes.data)
     result = np.empty(head_dim, np.float32)
     for segment in range(begin_segment, end_segment):
         r, new = segments[segment, 0], segments[segment, 2]
@@ -351,26 +296,24 @@ def attend(queries, keys, values, tables, segments, window, begin_segment, end_s
                     begin = max(split, lowest // LANES * LANES)
                     end = min(split + SPLIT, last + 1)
                     for key in range(begin, end, LANES):
-                        present = min(LANES, last + 1 - key)
-                        for j in range(present):
-                            block = tables[r, (key + j) // block_size]
-                            _load(keys[block, kv, (key + j) % block_size], loaded[j], loaded_bits[j], head_dim)
-                        at = key - split
+                        _fetch(keys, tables[r], kv, key, min(LANES, last + 1 - key), loaded, tiles)
                         for row in range(height * groups):
-                            for j in range(LANES):
-                                _dot_lanes(q_chunks[row], loaded_chunks[j], chunks, lanes)
-                                scores[row, at + j] = _tree(lanes)
+                            to = scores_at + (row * SPLIT + key - split) * 4
+                            call(tiles[SCORES], q_at + row * padded * 4, loaded_at, padded, to, 0, 0)
                     for row in range(height * groups):
                         position = first + row // groups
                         low = max(begin, position - window + 1) if window > 0 else begin
                         high = min(end, position + 1)
                         if low >= high:
                             continue
-                        largest = scores[row, low - split]
-                        for j in range(low - split + 1, high - split):
-                            largest = max(largest, scores[row, j])
                         start = begin - split
                         stop = (high - split + LANES - 1) // LANES * LANES
+                        for j in range(start, low - split):
+                            scores[row, j] = -np.inf
+                        for j in range(high - split, stop):
+                            scores[row, j] = -np.inf
+                        call(tiles[LARGEST], scores_at + (row * SPLIT + start) * 4, stop - start, pair_at, 0, 0, 0)
+                        largest = pair[0]
                         for j in range(start, stop):
                             scores[row, j] -= largest
                         _exp(scores[row, start:stop], powers, scale, stop - start)
@@ -386,7 +329,6 @@ def attend(queries, keys, values, tables, segments, window, begin_segment, end_s
                         sum_here = _tree(lanes)
                         if total[row] == ZERO:
                             total[row], best[row] = sum_here, largest
-                            pair[0], pair[1] = ZERO, ONE
                             for e in range(padded):
                                 weighted[row, e] = ZERO
                         else:
@@ -401,18 +343,22 @@ def attend(queries, keys, values, tables, segments, window, begin_segment, end_s
                                 scores[row, j] *= pair[1]
                     for key in range(begin, end, LANES):
                         present = min(LANES, last + 1 - key)
-                        for j in range(present):
-                            block = tables[r, (key + j) // block_size]
-                            _load(values[block, kv, (key + j) % block_size], loaded[j], loaded_bits[j], head_dim)
+                        _fetch(values, tables[r], kv, key, present, loaded, tiles)
                         for row in range(height * groups):
                             position = first + row // groups
                             low = max(key, position - window + 1) if window > 0 else key
-                            high = min(key + present, position + 1)
-                            for c in range(chunks):
-                                _weigh(
-                                    scores[row], key - split, low - key, high - key, loaded_chunks, c,
-                                    weighted_chunks[row],
-                                )  # fmt: skip
+                            count = min(key + present, position + 1) - low
+                            if count <= 0:
+                                continue
+                            p = scores_at + (row * SPLIT + low - split) * 4
+                            v, to = loaded_at + (low - key) * padded * 4, weighted_at + row * padded * 4
+                            e = 0
+                            while e + 64 <= padded:
+                                call(tiles[WEIGH_64], p, count, v + e * 4, padded, to + e * 4, 0)
+                                e += 64
+                            while e < padded:
+                                call(tiles[WEIGH_16], p, count, v + e * 4, padded, to + e * 4, 0)
+                                e += 16
                 for row in range(height * groups):
                     for e in range(head_dim):
                         result[e] = weighted[row, e] / total[row]
@@ -422,3 +368,58 @@ def attend(queries, keys, values, tables, segments, window, begin_segment, end_s
                         out[token + row // groups, kv * groups + row % groups],
                         head_dim,
                     )
+    loaded[0, 0] = q[0, 0] = scores[0, 0] = weighted[0, 0] = pair[0] = ZERO  # until here they are used by address
+
+
+# Words of an attention job: addresses and shapes. A chunk is the segments between two of the edges.
+A_QUERIES, A_OUT, A_KEYS, A_VALUES, A_TABLES, A_SEGMENTS, A_TILES, A_EDGES = range(8)
+A_TOKENS, A_HEADS, A_HEAD_DIM, A_BLOCKS, A_KV_HEADS, A_BLOCK_SIZE = range(8, 14)
+A_ROWS, A_ROW_BLOCKS, A_NUM_SEGMENTS, A_CHUNKS, A_WINDOW, A_WORDS = range(14, 20)
+
+
+@jit
+def _attend_chunk(arguments, chunk, cache_type, out_type):  # type: ignore[no-untyped-def]
+    w = carray(pointer(arguments), (A_WORDS,), np.int64)
+    shape = (w[A_TOKENS], w[A_HEADS], w[A_HEAD_DIM])
+    pool = (w[A_BLOCKS], w[A_KV_HEADS], w[A_BLOCK_SIZE], w[A_HEAD_DIM])
+    edges = carray(pointer(w[A_EDGES]), (w[A_CHUNKS] + 1,), np.int64)
+    attend(
+        carray(pointer(w[A_QUERIES]), shape, np.float32),
+        carray(pointer(w[A_KEYS]), pool, cache_type),
+        carray(pointer(w[A_VALUES]), pool, cache_type),
+        carray(pointer(w[A_TABLES]), (w[A_ROWS], w[A_ROW_BLOCKS]), np.int32),
+        carray(pointer(w[A_SEGMENTS]), (w[A_NUM_SEGMENTS], 4), np.int64),
+        w[A_WINDOW],
+        carray(pointer(w[A_TILES]), (COUNT,), np.int64),
+        edges[chunk],
+        edges[chunk + 1],
+        carray(pointer(w[A_OUT]), shape, out_type),
+    )
+
+
+def _attend_half(arguments, chunk):  # type: ignore[no-untyped-def]
+    _attend_chunk(arguments, chunk, np.int16, np.int16)
+
+
+def _attend_single(arguments, chunk):  # type: ignore[no-untyped-def]
+    _attend_chunk(arguments, chunk, np.float32, np.float32)
+
+
+def _attend_half_cache(arguments, chunk):  # type: ignore[no-untyped-def]
+    _attend_chunk(arguments, chunk, np.int16, np.float32)
+
+
+def _attend_single_cache(arguments, chunk):  # type: ignore[no-untyped-def]
+    _attend_chunk(arguments, chunk, np.float32, np.int16)
+
+
+@functools.cache
+def attend_job(half_cache: bool, half_out: bool) -> int:
+    """The job's address for these types; compiled, or loaded from the compiler's cache, when first asked for."""
+    by_type = {
+        (True, True): _attend_half,
+        (False, False): _attend_single,
+        (True, False): _attend_half_cache,
+        (False, True): _attend_single_cache,
+    }
+    return as_job(by_type[half_cache, half_out])

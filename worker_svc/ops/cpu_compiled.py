@@ -4,9 +4,7 @@ Knows how tensors are handed to `compiled.py` without a copy. Products go the sa
 plain twin of everything here. Invariant: as there; besides, no bit depends on how a step's rows are cut among threads.
 """
 
-import functools
-import itertools
-from concurrent.futures import ThreadPoolExecutor
+from array import array
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,9 @@ from torch import Tensor
 
 from worker_svc.kv_cache import KVCache, LayerCache
 from worker_svc.ops import compiled
+from worker_svc.ops.attention_tiles import attention_tiles
 from worker_svc.ops.base import HeadShape, QKNorm
+from worker_svc.ops.companion import companion
 from worker_svc.ops.cpu import CpuOps, RopeTables, RowWeight
 from worker_svc.ops.invariance import Numerics
 from worker_svc.ops.matmul import CpuWeight, gated_matmul, matmul
@@ -34,7 +34,8 @@ def as_array(x: Tensor) -> Array:
 
 
 SEGMENT = 64  # tokens of one row that one thread attends
-WORTH_A_THREAD = 40_000  # pairs of a query head and a key, about 0.7 ms
+WORTH_A_CHUNK = 1_500  # pairs of a query head and a key, about 10 us
+CHUNKS_A_THREAD = 4
 
 
 class CompiledStep:
@@ -54,13 +55,14 @@ class CompiledStep:
         self.cos, self.sin = as_array(rope.cos), as_array(rope.sin)
         self.layers = {id(layer): (as_array(layer.keys), as_array(layer.values)) for layer in cache.layers}
 
-    def cuts(self, num_heads: int, threads: int) -> list[tuple[int, int]]:
-        """Ranges of segments with about equal work, one for each thread that is worth waking."""
+    def cuts(self, num_heads: int, threads: int) -> list[int]:
+        """Edges between ranges of segments with about equal work, as many as are worth a helper's while."""
         total = int(self._work[-1])
-        parts = max(1, min(threads, total * num_heads // WORTH_A_THREAD, len(self.segments)))
+        parts = max(1, min(CHUNKS_A_THREAD * threads, total * num_heads // WORTH_A_CHUNK, len(self.segments)))
+        if threads == 1 or parts == 1:
+            return [0, len(self.segments)]
         bounds = np.searchsorted(self._work, [total * i // parts for i in range(1, parts)]) + 1
-        edges = [0, *bounds.tolist(), len(self.segments)]
-        return [(begin, end) for begin, end in itertools.pairwise(edges) if begin < end]
+        return sorted({0, *bounds.tolist(), len(self.segments)})
 
 
 def _segments(host: HostStep) -> NDArray[np.int64]:
@@ -77,7 +79,7 @@ class CompiledCpuOps(CpuOps):
     def __init__(self, dtype: torch.dtype, numerics: Numerics) -> None:
         assert dtype in (torch.float32, torch.bfloat16), dtype
         super().__init__(dtype, numerics)
-        self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attend")  # threads start when needed
+        self._tiles = attention_tiles()
         self._views: dict[int, tuple[Tensor, Array]] = {}
         self._none = np.zeros(0, np.int16 if dtype == HALF else np.float32)
         self._no_leaves = np.zeros((0, 0, 0), self._none.dtype)
@@ -149,13 +151,24 @@ class CompiledCpuOps(CpuOps):
     def attention(self, queries: Array, shape: HeadShape, cache: LayerCache, step: CompiledStep) -> Tensor:  # type: ignore[override]
         keys, values = step.layers[id(cache)]
         out = torch.empty(queries.shape, dtype=self.dtype)
-        attend, target = compiled.attend, as_array(out)
-        given: tuple[Any, ...] = (queries, keys, values, step.tables, step.segments, shape.window)
-        first, *others = step.cuts(shape.num_heads, torch.get_num_threads())
-        running = [self._pool.submit(functools.partial(attend, *given), begin, end, target) for begin, end in others]
-        attend(*given, *first, target)
-        for part in running:
-            part.result()
+        target, threads = as_array(out), torch.get_num_threads()
+        edges = step.cuts(shape.num_heads, threads)
+        if len(edges) == 2:
+            compiled.attend(
+                queries, keys, values, step.tables, step.segments, shape.window, self._tiles, 0, edges[1], target
+            )
+            return out.view(len(out), -1)
+        places = array("q", edges)
+        job = array(
+            "q",
+            (
+                *(a.ctypes.data for a in (queries, target, keys, values, step.tables, step.segments, self._tiles)),
+                places.buffer_info()[0], *queries.shape, *keys.shape[:3], *step.tables.shape, len(step.segments),
+                len(edges) - 1, shape.window,
+            ),
+        )  # fmt: skip
+        function = compiled.attend_job(keys.dtype == np.int16, target.dtype == np.int16)
+        companion().run(function, job.buffer_info()[0], len(edges) - 1, threads)
         return out.view(len(out), -1)
 
     def warm_up(self, cache_dtype: torch.dtype) -> None:
@@ -173,7 +186,9 @@ class CompiledCpuOps(CpuOps):
         )  # fmt: skip
         out = as_array(torch.empty(1, 1, 2, dtype=self.dtype))
         segments = np.array([[0, 0, 1, 0]], np.int64)
-        compiled.attend(queries, cache, cache.copy(), np.zeros((1, 1), np.int32), segments, 0, 0, 1, out)
+        tables = np.zeros((1, 1), np.int32)
+        compiled.attend(queries, cache, cache.copy(), tables, segments, 0, self._tiles, 0, 1, out)
+        compiled.attend_job(cache.dtype == np.int16, out.dtype == np.int16)
 
     def _view(self, weight: Tensor) -> Array:
         """The array of a tensor that stays: made once."""

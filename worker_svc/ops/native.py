@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
-import numba.core.codegen  # noqa: F401  it initialises LLVM for this machine
+
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
 
 
 @dataclass(frozen=True, slots=True)

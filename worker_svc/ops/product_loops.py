@@ -6,16 +6,12 @@ tensors or layers. Invariant: leaves are folded in the order of `leaves.py` in f
 Importing fails where numba is absent.
 """
 
-from typing import Any
-
-import numba
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray  # type: ignore[attr-defined]
 
-from worker_svc.ops.compiled import ONE, _exp, jit
+from worker_svc.ops.compiled import ONE, _exp, as_job, jit
 from worker_svc.ops.edges import ADD, COPY, LAY, LAY_HALF, ROUND, SIZE
+from worker_svc.ops.raw import call, pointer
 
 LANES = 16
 
@@ -29,37 +25,14 @@ WORDS = 22
 FOLDED, APART, GATED = 0, 1, 2  # what becomes of a tile: one sum, each leaf for itself, silu(gate) * up
 
 
-def _pointer_to(typing_context, address):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), generate
-
-
-def _call_at(typing_context, function, a, b, c, d, e, f):  # type: ignore[no-untyped-def]
-    """A function of up to six words; what one does not take, it does not see (registers of the C convention)."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word] * 6)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), generate
-
-
-_pointer: Any = intrinsic(_pointer_to)
-_call: Any = intrinsic(_call_at)
-
-
 @jit
 def _floats(address, count):  # type: ignore[no-untyped-def]
-    return carray(_pointer(address), (count,), np.float32)
+    return carray(pointer(address), (count,), np.float32)
 
 
 @jit
 def _halves(address, count):  # type: ignore[no-untyped-def]
-    return carray(_pointer(address), (count,), np.int16)
+    return carray(pointer(address), (count,), np.int16)
 
 
 @jit
@@ -73,21 +46,21 @@ def _tile_heights(rows, max_rows):  # type: ignore[no-untyped-def]
 def _lay_out(job, first, rows, target):  # type: ignore[no-untyped-def]
     """Rows first .. of x into tiles of [K, height] in fp32, one after the other."""
     k, row_bytes = job[K], job[X_STRIDE] * (2 if job[X_HALF] != 0 else 4)
-    edges = carray(_pointer(job[EDGES]), (SIZE,), np.int64)
+    edges = carray(pointer(job[EDGES]), (SIZE,), np.int64)
     which = LAY_HALF if job[X_HALF] != 0 else LAY
     tiles, height, taller = _tile_heights(rows, job[MAX_ROWS])
     row = 0
     for tile in range(tiles):
         count = height + (1 if tile < taller else 0)
         source, to = job[X] + (first + row) * row_bytes, target + row * k * 4
-        _call(edges[which + count - 1], source, row_bytes, k, to, 0, 0)
+        call(edges[which + count - 1], source, row_bytes, k, to, 0, 0)
         row += count
 
 
 @jit
 def lay_out(arguments):  # type: ignore[no-untyped-def]
     """All rows of a job, to where it says that they are."""
-    job = carray(_pointer(arguments), (WORDS,), np.int64)
+    job = carray(pointer(arguments), (WORDS,), np.int64)
     _lay_out(job, 0, job[M], job[LAID_OUT])
 
 
@@ -99,11 +72,11 @@ def _fold(sums, leaves, size, add):  # type: ignore[no-untyped-def]
         odd //= 2
     for group in range(0, leaves, odd):
         for leaf in range(1, odd):
-            _call(add, sums + group * size * 4, sums + (group + leaf) * size * 4, size, 0, 0, 0)
+            call(add, sums + group * size * 4, sums + (group + leaf) * size * 4, size, 0, 0, 0)
     step = odd
     while step < leaves:
         for group in range(0, leaves, 2 * step):
-            _call(add, sums + group * size * 4, sums + (group + step) * size * 4, size, 0, 0, 0)
+            call(add, sums + group * size * 4, sums + (group + step) * size * 4, size, 0, 0, 0)
         step *= 2
 
 
@@ -112,13 +85,13 @@ def _store_part(job, sums, width, bias, rows, first, column, count):  # type: ig
     """Fewer outputs than a panel has, by way of whole ones."""
     whole = np.empty(LANES, np.float32)
     half = whole.view(np.int16)
-    edges = carray(_pointer(job[EDGES]), (SIZE,), np.int64)
+    edges = carray(pointer(job[EDGES]), (SIZE,), np.int64)
     rounded = job[OUT_HALF] != 0
     to = np.int64(whole.ctypes.data)  # `whole` is read below, so it stands
     single_out = _floats(job[OUT], 1)
     half_out = _halves(job[OUT], 1)
     for r in range(rows):
-        _call(edges[ROUND if rounded else COPY], sums + r * width * 4, 0, bias, to, 0, 1)
+        call(edges[ROUND if rounded else COPY], sums + r * width * 4, 0, bias, to, 0, 1)
         place = (first + r) * job[OUT_STRIDE] + column
         for j in range(count):
             if rounded:
@@ -136,11 +109,11 @@ def _store(job, sums, width, rows, first, panel):  # type: ignore[no-untyped-def
     if count < LANES:
         _store_part(job, sums, width, bias, rows, first, column, count)
         return
-    edges = carray(_pointer(job[EDGES]), (SIZE,), np.int64)
+    edges = carray(pointer(job[EDGES]), (SIZE,), np.int64)
     rounded = job[OUT_HALF] != 0
     item = 2 if rounded else 4
     out = job[OUT] + (first * job[OUT_STRIDE] + column) * item
-    _call(edges[ROUND if rounded else COPY], sums, width * 4, bias, out, job[OUT_STRIDE] * item, rows)
+    call(edges[ROUND if rounded else COPY], sums, width * 4, bias, out, job[OUT_STRIDE] * item, rows)
 
 
 @jit
@@ -170,7 +143,7 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
     if x == 0:
         x = np.int64(room.ctypes.data)
         _lay_out(job, first, rows, x)
-    table = carray(_pointer(job[TABLE]), (max_rows, 3), np.int64)
+    table = carray(pointer(job[TABLE]), (max_rows, 3), np.int64)
     tiles, height, taller = _tile_heights(rows, max_rows)
     tallest = height + (1 if taller > 0 else 0)
     wide = 0  # which of 1, 2 or 4 panels at a time every tile of this block can take
@@ -185,7 +158,7 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
     sums_at = np.int64(sums.ctypes.data)
     e, powers = np.empty(tallest * LANES, np.float32), np.empty(tallest * LANES, np.int32)
     scale = powers.view(np.float32)
-    add = carray(_pointer(job[EDGES]), (SIZE,), np.int64)[ADD]
+    add = carray(pointer(job[EDGES]), (SIZE,), np.int64)[ADD]
     panel = begin
     while panel < end:
         choice = wide
@@ -205,10 +178,10 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
                 w_at = w + leaf * leaf_k * job[K_BYTES]
                 out_at = sums_at + leaf * size * 4
                 if mode == GATED and choice == 0:
-                    _call(table[tall - 1, 0], x_at, w_at, apart, leaf_k, out_at, width * 4)
-                    _call(table[tall - 1, 0], x_at, w_at + apart, apart, leaf_k, out_at + LANES * 4, width * 4)
+                    call(table[tall - 1, 0], x_at, w_at, apart, leaf_k, out_at, width * 4)
+                    call(table[tall - 1, 0], x_at, w_at + apart, apart, leaf_k, out_at + LANES * 4, width * 4)
                 else:
-                    _call(table[tall - 1, choice], x_at, w_at, apart, leaf_k, out_at, width * 4)
+                    call(table[tall - 1, choice], x_at, w_at, apart, leaf_k, out_at, width * 4)
             if mode == GATED:
                 _multiply_by_silu(sums, tall, width, e, powers, scale)
                 _store(job, sums_at, width, tall, first + row, panel)
@@ -227,16 +200,8 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
     room[0] = sums[0] = 0  # numba frees an array after its last use, and does not see what uses the address
 
 
-def _as_job(function: Any, signature: Any) -> Any:
-    """A C function, kept on disk where a folder can hold it."""
-    try:
-        return numba.cfunc(signature, cache=True)(function)
-    except RuntimeError:
-        return numba.cfunc(signature)(function)
-
-
 def _multiply(arguments, chunk):  # type: ignore[no-untyped-def]
-    multiply(carray(_pointer(arguments), (WORDS,), np.int64), chunk)
+    multiply(carray(pointer(arguments), (WORDS,), np.int64), chunk)
 
 
-multiply_job: int = _as_job(_multiply, types.void(types.int64, types.int64)).address
+multiply_job: int = as_job(_multiply)
