@@ -5,7 +5,7 @@
 A candidate is a `Tuning`; each is checked, and then timed, in a process of its own with a bound on its time, so that
 one that hangs costs no more than that. Prints a line for each and which to adopt.
 Prefill in TFLOP/s counts 4 * H * D * S^2 / 2 for S causal tokens; decode and fold are in us a launch, keys and values
-not in L2 before.
+not in L2 before; decode's TB/s count its keys and values once. `dependent` launches wait for each other on the device.
 """
 
 import argparse
@@ -41,6 +41,8 @@ MORE_SHAPES = {
 }  # fmt: skip
 PREFILLS = [("8B", 1, 8192), ("8B", 2, 4096), ("8B", 16, 512), ("0.6B", 1, 8192), ("0.6B", 2, 4096)]
 DECODES = [(1, 512), (1, 8192), (4, 8192), (64, 4096), (256, 900)]
+LENGTHS = [700, 513, 64, 257, 1100, 63, 65, 256, 255, 3000, 129, 1]
+MANY = [1 + 389 * i % 1201 for i in range(64)]  # more work items than a program that stays has slots for
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Candidate:
 
 def _hopper(**more: Any) -> Tuning:
     return Tuning(hopper_prefill=True, **more)
+
+
+def _ring(programs: int, stages: int) -> Tuning:
+    return Tuning(hopper_decode=True, hopper_decode_programs=programs, hopper_decode_stages=stages)
 
 
 CANDIDATES = {
@@ -75,7 +81,31 @@ CANDIDATES = {
     "programs4224": Candidate("decode", Tuning(decode_programs=4224)),
     "warps1": Candidate("decode", Tuning(decode_programs=2112, decode_warps=1)),
     "stages5decode": Candidate("decode", Tuning(decode_stages=5)),
+    "ring2x6": Candidate("decode", _ring(2, 6)),
+    "ring2x6shapes": Candidate("decode", _ring(2, 6), tuple(MORE_SHAPES), timed=False),
+    "ring1x13": Candidate("decode", _ring(1, 13)),
+    "ring1x8": Candidate("decode", _ring(1, 8)),
+    "ring3x4": Candidate("decode", _ring(3, 4)),
 }
+
+
+def _hide(paged: Paged) -> None:
+    """Nobody may see what lies behind a row's last key: in its last block, and in the block that no row has."""
+    for cache in (paged.k, paged.v):
+        cache[0] = float("nan")
+        for slot, length in enumerate(paged.lengths):
+            used, left = divmod(length, paged.shape.block_size)
+            if left:
+                cache[paged.tables[slot, used].item(), :, left:] = float("nan")
+
+
+def _differences(paged: Paged, spans: list[tuple[int, int, int]], tuning: Tuning) -> list[str]:
+    want = paged.run(spans, PLAIN)
+    for _ in range(3):
+        out = paged.run(spans, tuning)
+        if not torch.equal(out, want):
+            return [f"{(out != want).any(-1).any(-1).sum().item()} of {len(out)} rows"]
+    return [] if want.isfinite().all() else ["the plain kernel's are not finite"]
 
 
 def check(candidate: Candidate) -> str:
@@ -83,29 +113,22 @@ def check(candidate: Candidate) -> str:
     wrong: list[str] = []
     for name in candidate.shapes:
         shape = (SHAPES | MORE_SHAPES)[name]
-        lengths = [700, 513, 64, 257, 1100, 63, 65, 256, 255, 3000, 129, 1]
-        paged = Paged(shape, lengths, DEVICE, DTYPE, seed=len(name))
-        if candidate.kind == "prefill":
-            for slot, length in enumerate(lengths):  # nobody may see what lies behind a row's last key
-                used, left = divmod(length, shape.block_size)
-                if left:
-                    for cache in (paged.k, paged.v):
-                        cache[paged.tables[slot, used].item(), :, left:] = float("nan")
-            spans = [
-                [(s, 0, n) for s, n in enumerate(lengths)],
-                [(0, 100, 333), (1, 257, 256), (3, 200, 57), (2, 63, 1), (9, 2900, 100), (4, 1024, 76), (10, 100, 2)],
-                [(9, 255, 2), (9, 512, 17), (4, 3, 1000), (8, 254, 1)],
-            ]
-        else:
-            spans = [[(s, n - 1 - min(n - 1, back), 1) for s, n in enumerate(lengths)] for back in (0, 1, 62, 130, 255)]
-        for i, part in enumerate(spans):
-            want = paged.run(part, PLAIN)
-            for _ in range(3):
-                out = paged.run(part, candidate.tuning)
-                if not torch.equal(out, want):
-                    differ = (out != want).any(-1).any(-1).sum().item()
-                    wrong.append(f"{name} spans {i}: {differ} of {len(out)} rows")
-                    break
+        cases = [LENGTHS] if candidate.kind == "prefill" else [LENGTHS, MANY]
+        for lengths in cases:
+            paged = Paged(shape, lengths, DEVICE, DTYPE, seed=len(name))
+            _hide(paged)
+            if candidate.kind == "prefill":
+                spans = [
+                    [(s, 0, n) for s, n in enumerate(lengths)],
+                    [(0, 100, 333), (1, 257, 256), (3, 200, 57), (2, 63, 1), (9, 2900, 100), (4, 1024, 76), (10, 9, 2)],
+                    [(9, 255, 2), (9, 512, 17), (4, 3, 1000), (8, 254, 1)],
+                ]
+            else:
+                backs = (0, 1, 62, 130, 255)
+                spans = [[(s, n - 1 - min(n - 1, back), 1) for s, n in enumerate(lengths)] for back in backs]
+            for i, part in enumerate(spans):
+                found = _differences(paged, part, candidate.tuning)
+                wrong += [f"{name}, {len(lengths)} rows, spans {i}: {what}" for what in found]
     return "; ".join(wrong)
 
 
@@ -155,10 +178,14 @@ class Case:
     def prefill(self, i: int) -> None:
         attention.prefill(self.shape, self.q, self.k, self.v, self.rows[i], self.out, self.max_tiles, self.tuning)
 
-    def decode(self, i: int) -> None:
+    def decode(self, i: int, *, dependent: bool = False) -> None:
         attention.decode(
-            self.shape, self.q, self.k, self.v, self.rows[i], self.work, self.out, self.max_rows, self.tuning
-        )
+            self.shape, self.q, self.k, self.v, self.rows[i], self.work, self.out, self.max_rows, self.tuning,
+            dependent=dependent,
+        )  # fmt: skip
+
+    def dependent(self, i: int) -> None:
+        self.decode(i, dependent=True)
 
     def fold(self, i: int) -> None:
         attention.fold(self.shape, self.rows[i], self.work, self.out, self.max_rows, self.tuning)
@@ -195,7 +222,9 @@ def times(candidate: Candidate) -> dict[str, float]:
         for rows, context in DECODES:
             copies = max(1, min(32, (96 << 20) // (rows * context * 4096)))
             case = Case(SHAPES["8B"], rows, context, 1, candidate.tuning, copies)
-            found[f"{rows}x{context}"] = case.us("decode")
+            us = found[f"{rows}x{context}"] = case.us("decode")
+            found[f"TB/s {rows}x{context}"] = rows * context * 4096 / us / 1e6
+            found[f"dependent {rows}x{context}"] = case.us("dependent")
             found[f"fold {rows}x{context}"] = case.us("fold")
             torch.cuda.empty_cache()
     return {key: round(value, 2) for key, value in found.items()}
@@ -243,7 +272,8 @@ def run(act: str, groups: list[list[str]], together: int, bound_s: float) -> dic
 
 def _groups(names: list[str], decode_in: int) -> list[list[str]]:
     """Kernels written by hand each in a process, the others in a few."""
-    decode = [name for name in names if (CANDIDATES | PLAINS)[name].kind == "decode"]
+    every = CANDIDATES | PLAINS
+    decode = [name for name in names if every[name].kind == "decode" and not every[name].tuning.hopper_decode]
     cut = [decode[i::decode_in] for i in range(decode_in)]
     return [[name] for name in names if name not in decode] + [group for group in cut if group]
 
@@ -269,10 +299,11 @@ def main() -> None:
         for name in [f"plain {kind}", *(name for name in options.names if CANDIDATES[name].kind == kind)]:
             bits = "plain" if name.startswith("plain") else ("bits equal" if name in good else checks[name])
             result = timed.get(name, {})
-            row = " ".join(f"{k}: {v:.1f}" for k, v in result.items()) if isinstance(result, dict) else result
+            row = " ".join(f"{k}: {v:.2f}" for k, v in result.items()) if isinstance(result, dict) else result
             print(f"{name:18} [{bits}] {row}")
             if isinstance(result, dict) and result:
-                values = [v if kind == "prefill" else 1 / v for k, v in result.items() if "fold" not in k]
+                timed_as = [k for k in result if k.split()[0] not in ("fold", "TB/s", "dependent")]
+                values = [result[k] if kind == "prefill" else 1 / result[k] for k in timed_as]
                 scores[name] = sum(math.log(value) for value in values)
         best = max(scores, key=lambda name: scores[name], default="none")
         tuning = CANDIDATES[best].tuning if best in CANDIDATES else PLAIN

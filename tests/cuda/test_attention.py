@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cuda.paged import Paged
-from worker_svc.cuda import prefill_hopper
+from worker_svc.cuda import decode_hopper, prefill_hopper
 from worker_svc.cuda.attention import Shape, Tuning
 
 SHAPES = [Shape(4, 2, 32, 64), Shape(4, 1, 32, 16), Shape(2, 2, 32, 64, window=100), Shape(6, 2, 32, 64)]
@@ -61,3 +61,22 @@ def test_prefill_on_hopper_has_the_bits_of_the_plain_kernel(heads: int, block_si
     for spans in [[(s, 0, n) for s, n in enumerate(paged.lengths)], [(0, 100, 333), (1, 255, 2), (3, 511, 300)]]:
         plain = paged.run(spans, Tuning(hopper_prefill=False))
         assert torch.equal(paged.run(spans, Tuning(hopper_prefill=True)), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("heads, width, window", [(32, 128, 0), (16, 128, 300), (8, 64, 0), (96, 128, 0)])
+def test_decode_on_hopper_has_the_bits_of_the_plain_kernel(
+    heads: int, width: int, window: int, block_size: int
+) -> None:
+    shape = Shape(heads, 8, width, block_size, window)
+    if not decode_hopper.fits(shape):
+        pytest.skip("needs a Hopper GPU and its Triton")
+    lengths = [1, 63, 64, 65, 255, 256, 257, 3000, *(1 + 389 * i % 901 for i in range(40))]
+    paged = Paged(shape, lengths, "cuda", torch.bfloat16)
+    for back in (0, 1, 70):
+        spans = [(s, n - 1 - min(n - 1, back), 1) for s, n in enumerate(lengths)]
+        plain = paged.run(spans, Tuning(hopper_decode=False))
+        for programs, stages in ((2, 6), (1, 13), (3, 4)):
+            tuning = Tuning(hopper_decode=True, hopper_decode_programs=programs, hopper_decode_stages=stages)
+            assert torch.equal(paged.run(spans, tuning), plain)

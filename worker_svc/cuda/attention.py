@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from worker_svc.cuda import prefill_hopper
+from worker_svc.cuda import decode_hopper, prefill_hopper
 from worker_svc.cuda.attention_kernels import (
     decode_kernel,
     fold_kernel,
@@ -57,10 +57,13 @@ class Tuning:
     prefill_block_m: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 2
-    hopper_prefill: bool = False  # tiles of `prefill_hopper.ROWS` and its kernel, where it fits
+    hopper_prefill: bool = True  # tiles of `prefill_hopper.ROWS` and its kernel, where it fits
     hopper_stages: int = 5
     hopper_turns: bool = False
     hopper_early: bool = False
+    hopper_decode: bool = False  # the kernel of `decode_hopper.py`, where it fits
+    hopper_decode_programs: int = 2  # of a multiprocessor
+    hopper_decode_stages: int = 6  # tiles of 64 keys or values that a program has room for, at a width of 128
     shared_programs: int = 264
     shared_warps: int = 4
     shared_stages: int = 2
@@ -142,6 +145,11 @@ def decode(
 ) -> None:  # fmt: skip
     """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is
     kept."""
+    if tuning.hopper_decode and q.element_size() == 2 and decode_hopper.fits(shape):
+        scale = LOG2E / shape.head_dim**0.5
+        decode_hopper.decode(shape, q, k, v, rows, work, scale, SPLIT, tuning, dependent=dependent)
+        fold(shape, rows, work, out, max_rows, tuning, dependent=dependent)
+        return
     group = shape.heads // shape.kv_heads
     programs = tuning.decode_programs if q.is_cuda else 3
     decode_kernel[(programs,)](

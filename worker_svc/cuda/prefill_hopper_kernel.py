@@ -43,7 +43,7 @@ def _scores(Q, K_ring, filled, t, ask, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _rounded_product(x, scale):
+def rounded_product(x, scale):
     """x * scale, which no later subtraction may be contracted with: there is no maximum between them to forbid it."""
     return gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, gl.zeros_like(x) + scale], dtype=gl.float32, is_pure=True, pack=1
@@ -101,7 +101,7 @@ def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty,
             if EARLY:
                 S_next = _scores(Q, K_ring, k_filled, now + 1, now + 1 < t_end, STAGES)
             if i == 0:
-                top = _rounded_product(gl.max(S, 1), scale)
+                top = rounded_product(gl.max(S, 1), scale)
             else:
                 top = gl.maximum(m, gl.max(S, 1) * scale)
                 a = gl.exp2(m - top)

@@ -1,0 +1,114 @@
+"""The Hopper decode kernel's own functions on a model of the machine: its ring, its masks and what it computes."""
+
+import importlib.util
+import random
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda import gluon_model
+from tests.cuda.gluon_model import Descriptor, Model, Pointer, Stuck
+from worker_svc.cuda.attention import LOG2E, SPLIT
+
+kernel = pytest.importorskip("worker_svc.cuda.decode_hopper_kernel")
+
+
+def run(lengths: list[int], *, kv_heads: int = 2, group: int = 3, width: int = 64, page: int = 64, window: int = 0,
+        stages: int = 6, programs: int = 2, seed: int = 0, module: types.ModuleType = kernel) -> float:  # fmt: skip
+    """The largest error of the folded result, in units of its largest value."""
+    torch.manual_seed(seed)
+    heads, rows = kv_heads * group, len(lengths)
+    splits = [range(max(0, n - window) // SPLIT if window else 0, -(-n // SPLIT)) for n in lengths]
+    per_row = -(-max(lengths) // SPLIT) * SPLIT // page
+    blocks = torch.randperm(rows * per_row).int().view(rows, per_row)
+    k, v = (torch.randn(rows * per_row, kv_heads, page, width) for _ in range(2))
+    for row, n in enumerate(lengths):  # nobody may see what lies behind a row's last key
+        flat = torch.arange(n, per_row * page)
+        for cache in (k, v):
+            cache[blocks[row, flat // page].long(), :, flat % page] = float("nan")
+    q = torch.randn(rows, heads, width)
+    work = [(row, split) for row, of in enumerate(splits) for split in of]
+    items = len(work)
+    acc = torch.full((items * heads * width,), float("nan"))
+    sums, m = torch.full((2, items * heads), float("nan"))
+
+    def column(values: list[int]) -> Pointer:
+        return Pointer(torch.tensor(values, dtype=torch.int32))
+
+    for program in range(programs):
+        Model(program, programs).run(
+            module, "hopper_decode_kernel", Descriptor(q.view(-1, width), 8 if group <= 8 else 16),
+            *(Descriptor(cache.view(-1, width), min(64, page)) for cache in (k, v)),
+            Pointer(blocks.flatten()), per_row, column(list(range(rows))), column(list(range(rows))), column(lengths),
+            column([row for row, _ in work]), column([split for _, split in work]), column(list(range(items))),
+            column([items]), Pointer(acc), Pointer(sums), Pointer(m), LOG2E / width**0.5,
+            KV_HEADS=kv_heads, G=group, HEADS=8 if group <= 8 else 16, D=width, PAGE=page, WINDOW=window, SPLIT=SPLIT,
+            STAGES=stages, DEPENDENT=False,
+        )  # fmt: skip
+    acc, sums, m = acc.view(items, heads, width), sums.view(items, heads), m.view(items, heads)
+    error = 0.0
+    for row, n in enumerate(lengths):
+        mine = [i for i, (of, _) in enumerate(work) if of == row]
+        weights = torch.exp2(m[mine] - m[mine].amax(0))
+        found = (acc[mine] * weights[..., None]).sum(0) / (sums[mine] * weights).sum(0)[:, None]
+        keys, values = (c[blocks[row].long()].transpose(0, 1).reshape(kv_heads, -1, width)[:, :n] for c in (k, v))
+        first = max(0, n - window) if window else 0
+        scores = q[row].view(kv_heads, group, width) @ keys[:, first:].transpose(1, 2) / width**0.5
+        want = (scores.softmax(-1) @ values[:, first:]).view(heads, width)
+        assert found.isfinite().all()
+        error = max(error, float((found - want).abs().max() / want.abs().max()))
+    return error
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("window", [0, 100])
+def test_decode_of_odd_lengths_is_right(page: int, window: int) -> None:
+    assert run([1, 63, 64, 65, 255, 256, 257, 700], page=page, window=window) < 1e-5
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 9, 16])
+def test_any_number_of_heads_a_kv_head(group: int) -> None:
+    assert run([70, 300], group=group, width=128) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_ring_and_no_work_list_gets_stuck_or_reads_early(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 900) for _ in range(draw.randint(1, 6))]
+    assert run(lengths, stages=draw.randint(4, 13), programs=draw.choice([1, 2, 3, 40]), seed=seed) < 1e-5
+
+
+def test_a_ring_too_small_for_a_split_is_seen_to_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_model, "PATIENCE_S", 0.5)
+    with pytest.raises(Stuck):
+        run([256], stages=3)
+
+
+MUTANTS = {
+    "a producer that does not wait": ("mbarrier.wait(empty.index(slot)", "(empty.index(slot)"),
+    "a phase miscounted": ("((t + i) // STAGES + 1) & 1", "((t + i) // STAGES) & 1"),
+    "values read early": ("mbarrier.wait(filled.index(slot)", "(filled.index(slot)"),
+    "keys read early": ("mbarrier.wait(filled.index(at % STAGES)", "(filled.index(at % STAGES)"),
+    "queries read early": ("mbarrier.wait(q_filled", "(q_filled"),
+    "keys never given back": ("mbarrier.arrive(empty.index((t + i) % STAGES), pred=i < n)", "pass"),
+    "values past the row": ("if seen < TILE", "if seen < 0"),
+    "keys past the row": ("left > TILE,", "left > 0,"),
+    "steps in another order": ("P, a = (P0, P1, P2, P3)", "P, a = (P1, P0, P2, P3)"),
+}
+
+
+@pytest.mark.parametrize("old, new", MUTANTS.values(), ids=list(MUTANTS))
+def test_the_model_sees(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_model, "PATIENCE_S", 0.5)
+    text = Path(kernel.__file__).read_text()
+    assert text.count(old) == 1
+    path = tmp_path / "mutant.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec and spec.loader
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    with pytest.raises((AssertionError, Stuck)):
+        assert run([900, 70], stages=5, programs=1, module=mutant) < 1e-5
