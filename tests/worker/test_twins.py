@@ -1,14 +1,17 @@
 """The compiled steps compute what their plain twins compute, and the twins keep the same promises."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.worker.driver import Driver
 from worker_svc.models import load_model
-from worker_svc.ops import invariance
+from worker_svc.ops import compiled, invariance
+from worker_svc.ops.attention_tiles import EXP, attention_tiles
 from worker_svc.ops.cpu import CpuOps
 from worker_svc.ops.cpu_compiled import CompiledCpuOps
 
@@ -49,3 +52,14 @@ def test_the_plain_twin_keeps_its_bits_for_any_chunking(
     whole = driver.logits(PROMPT)
     for chunks in ((1,) * 20, (16,) * 10, (257, 1), (31, 200, 1)):
         assert torch.equal(driver.logits(PROMPT, chunks), whole), chunks
+
+
+def test_exp_has_the_bits_of_its_twin() -> None:
+    """The one in LLVM's text, of many at a time, and the one that numba compiles."""
+    values = np.random.default_rng(1).normal(0, 30, 1 << 14).astype(np.float32)
+    values[:8] = np.nan, np.inf, -np.inf, 0, -0.0, 88, -87, 1e30
+    expected, powers = values.copy(), np.empty(len(values), np.int32)
+    compiled._exp(expected, powers, powers.view(np.float32), len(values))
+    call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(int(attention_tiles()[EXP]))
+    call(values.ctypes.data, len(values))
+    assert values.tobytes() == expected.tobytes()

@@ -10,13 +10,14 @@ Lengths of rows are multiples of 16. Vectors have eight lanes on every processor
 """
 
 import functools
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 from worker_svc.ops.native import assemble
 
-WIDEN, SCORES, LARGEST, WEIGH_16, WEIGH_64, COUNT = range(6)
+WIDEN, SCORES, LARGEST, WEIGH_16, WEIGH_64, EXP, COUNT = range(7)
 KEYS = 16  # of one call of SCORES
 
 
@@ -26,10 +27,11 @@ def attention_tiles() -> NDArray[np.int64]:
     widen(x, y, n)                     y[:n] = x[:n], bfloat16 to fp32
     scores(q, keys, n, out)            of 16 keys, [16, n]
     largest(x, n, out)                 out[0] = the largest
+    exp(x, n)                          x[:n] = exp(x[:n])
     weigh_16(p, count, v, n, sums)     16 columns of v, [count, n]; weigh_64: 64 columns
     """
-    names = ("widen", "scores", "largest", "weigh_16", "weigh_64")
-    texts = (_DECLARED, _WIDEN, _scores(), _LARGEST, _weigh(16), _weigh(64))
+    names = ("widen", "scores", "largest", "weigh_16", "weigh_64", "exp")
+    texts = (_DECLARED, _WIDEN, _scores(), _LARGEST, _weigh(16), _weigh(64), EXP_TEXT)
     code = assemble("\n".join(texts), names)
     return np.array([code.addresses[name] for name in names], np.int64)
 
@@ -90,6 +92,69 @@ end:
   store float %b, ptr %out, align 4
   ret void
 }"""
+
+
+def _splat(value: float) -> str:
+    """Sixteen times an fp32 number, which the text states as the fp64 that equals it."""
+    word = struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0]))[0]
+    return "<" + ", ".join([f"float 0x{word:016X}"] * 16) + ">"
+
+
+def _exp_text() -> str:
+    """exp within [-87, 88] (Cephes' expf, nothing contracted); a NaN stays one. The bits of `compiled._exp`."""
+    v = "<16 x float>"
+    steps = [
+        f"%big = fcmp ogt {v} %x, {_splat(-87.0)}",
+        f"%c0 = select <16 x i1> %big, {v} %x, {v} {_splat(-87.0)}",
+        f"%small = fcmp olt {v} %c0, {_splat(88.0)}",
+        f"%c = select <16 x i1> %small, {v} %c0, {v} {_splat(88.0)}",
+        f"%t0 = fmul {v} %c, {_splat(1.442695041)}",
+        f"%t1 = fadd {v} %t0, {_splat(0.5)}",
+        f"%n = call {v} @llvm.floor.v16f32({v} %t1)",
+        f"%h = fmul {v} %n, {_splat(0.693359375)}",
+        f"%l = fmul {v} %n, {_splat(-2.12194440e-4)}",
+        f"%r0 = fsub {v} %c, %h",
+        f"%r = fsub {v} %r0, %l",
+    ]
+    sum_ = _splat(1.9875691500e-4)
+    for i, term in enumerate((1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)):
+        steps += [f"%m{i} = fmul {v} {sum_}, %r", f"%y{i} = fadd {v} %m{i}, {_splat(term)}"]
+        sum_ = f"%y{i}"
+    steps += [
+        f"%rr = fmul {v} %r, %r",
+        f"%z0 = fmul {v} %y4, %rr",
+        f"%z1 = fadd {v} %z0, %r",
+        f"%z = fadd {v} %z1, {_splat(1.0)}",
+        f"%ni = fptosi {v} %n to <16 x i32>",
+        "%biased = add <16 x i32> %ni, <" + ", ".join(["i32 127"] * 16) + ">",
+        "%bits = shl <16 x i32> %biased, <" + ", ".join(["i32 23"] * 16) + ">",
+        f"%scale = bitcast <16 x i32> %bits to {v}",
+        f"%e = fmul {v} %z, %scale",
+        f"%nan = fcmp uno {v} %x, %x",
+        f"%result = select <16 x i1> %nan, {v} %x, {v} %e",
+    ]
+    return f"""
+declare {v} @llvm.floor.v16f32({v})
+define void @exp(ptr %a, i64 %count) {{
+entry:
+  br label %loop
+loop:
+  %i = phi i64 [ 0, %entry ], [ %j, %body ]
+  %more = icmp ult i64 %i, %count
+  br i1 %more, label %body, label %end
+body:
+  %p = getelementptr float, ptr %a, i64 %i
+  %x = load {v}, ptr %p, align 4
+  {chr(10).join("  " + step for step in steps)}
+  store {v} %result, ptr %p, align 4
+  %j = add i64 %i, 16
+  br label %loop
+end:
+  ret void
+}}"""
+
+
+EXP_TEXT = _exp_text()
 
 # Two vectors of partial sums become one, half as many sums for each key; the last one is put in order.
 _HALVES = (

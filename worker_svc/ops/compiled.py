@@ -18,7 +18,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 from numba.extending import overload
 
-from worker_svc.ops.attention_tiles import COUNT, LARGEST, SCORES, WEIGH_16, WEIGH_64, WIDEN
+from worker_svc.ops.attention_tiles import COUNT, EXP, LARGEST, SCORES, WEIGH_16, WEIGH_64, WIDEN
 from worker_svc.ops.raw import call, pointer
 
 LANES = 16
@@ -272,8 +272,6 @@ def attend(queries, keys, values, tables, segments, window, tiles, begin_segment
     loaded_at, q_at = np.int64(loaded.ctypes.data), np.int64(q.ctypes.data)
     scores_at, weighted_at = np.int64(scores.ctypes.data), np.int64(weighted.ctypes.data)
     lanes = np.empty(LANES, np.float32)
-    powers = np.empty(SPLIT, np.int32)
-    scale = powers.view(np.float32)
     pair, pair_powers = np.empty(2, np.float32), np.empty(2, np.int32)
     pair_scale = pair_powers.view(np.float32)
     pair_at = np.int64(pair.ctypes.data)
@@ -316,7 +314,7 @@ def attend(queries, keys, values, tables, segments, window, tiles, begin_segment
                         largest = pair[0]
                         for j in range(start, stop):
                             scores[row, j] -= largest
-                        _exp(scores[row, start:stop], powers, scale, stop - start)
+                        call(tiles[EXP], scores_at + (row * SPLIT + start) * 4, stop - start, 0, 0, 0, 0)
                         for j in range(start, low - split):
                             scores[row, j] = ZERO
                         for j in range(high - split, stop):

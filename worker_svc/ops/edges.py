@@ -9,11 +9,12 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from worker_svc.ops.attention_tiles import EXP_TEXT
 from worker_svc.ops.native import assemble
 
 MAX_ROWS = 8
 # Places in the table of addresses: lay out R rows of fp32 and of bfloat16 at R - 1, then the rest.
-LAY, LAY_HALF, ADD, ROUND, COPY, SIZE = 0, MAX_ROWS, 2 * MAX_ROWS, 2 * MAX_ROWS + 1, 2 * MAX_ROWS + 2, 2 * MAX_ROWS + 3
+LAY, LAY_HALF, ADD, ROUND, COPY, EXP, SIZE = 0, MAX_ROWS, *range(2 * MAX_ROWS, 2 * MAX_ROWS + 5)
 
 
 @functools.cache
@@ -23,10 +24,16 @@ def edges() -> NDArray[np.int64]:
     add(a, b, n)                            a[i] += b[i] in fp32, n a multiple of 16
     round(sums, bytes, bias, out, bytes, rows), copy(...)
                                             16 sums of each row, plus a bias unless it is 0, to bfloat16 or fp32
+    exp(x, n)                               x[:n] = exp(x[:n]), n a multiple of 16
     """
-    names = [f"lay{half}_{rows}" for half in (0, 1) for rows in range(1, MAX_ROWS + 1)] + ["add", "round", "copy"]
+    names = [f"lay{half}_{rows}" for half in (0, 1) for rows in range(1, MAX_ROWS + 1)] + [
+        "add",
+        "round",
+        "copy",
+        "exp",
+    ]
     lays = [_lay(rows, half) for half in (False, True) for rows in range(1, MAX_ROWS + 1)]
-    code = assemble("\n".join([*lays, _ADD, _finish("round", _ROUNDED), _finish("copy", _COPIED)]), names)
+    code = assemble("\n".join([*lays, _ADD, _finish("round", _ROUNDED), _finish("copy", _COPIED), EXP_TEXT]), names)
     return np.array([code.addresses[name] for name in names], np.int64)
 
 

@@ -9,8 +9,8 @@ Importing fails where numba is absent.
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from worker_svc.ops.compiled import ONE, _exp, as_job, jit
-from worker_svc.ops.edges import ADD, COPY, LAY, LAY_HALF, ROUND, SIZE
+from worker_svc.ops.compiled import ONE, as_job, jit
+from worker_svc.ops.edges import ADD, COPY, EXP, LAY, LAY_HALF, ROUND, SIZE
 from worker_svc.ops.raw import call, pointer
 
 LANES = 16
@@ -117,12 +117,12 @@ def _store(job, sums, width, rows, first, panel):  # type: ignore[no-untyped-def
 
 
 @jit
-def _multiply_by_silu(sums, height, width, e, powers, scale):  # type: ignore[no-untyped-def]
+def _multiply_by_silu(sums, height, width, e, exp):  # type: ignore[no-untyped-def]
     """sums[r, :16] = silu(sums[r, :16]) * sums[r, 16:32], rows of `width`."""
     for r in range(height):
         for j in range(LANES):
             e[r * LANES + j] = -sums[r * width + j]
-    _exp(e, powers, scale, height * LANES)
+    call(exp, np.int64(e.ctypes.data), height * LANES, 0, 0, 0, 0)
     for r in range(height):
         for j in range(LANES):
             gate = sums[r * width + j]
@@ -156,9 +156,9 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
     leaf_k = k // leaves
     sums = np.empty(leaves * tallest * 4 * LANES, np.float32)
     sums_at = np.int64(sums.ctypes.data)
-    e, powers = np.empty(tallest * LANES, np.float32), np.empty(tallest * LANES, np.int32)
-    scale = powers.view(np.float32)
-    add = carray(pointer(job[EDGES]), (SIZE,), np.int64)[ADD]
+    e = np.empty(tallest * LANES, np.float32)
+    edges = carray(pointer(job[EDGES]), (SIZE,), np.int64)
+    add, exp = edges[ADD], edges[EXP]
     panel = begin
     while panel < end:
         choice = wide
@@ -183,7 +183,7 @@ def multiply(job, chunk):  # type: ignore[no-untyped-def]
                 else:
                     call(table[tall - 1, choice], x_at, w_at, apart, leaf_k, out_at, width * 4)
             if mode == GATED:
-                _multiply_by_silu(sums, tall, width, e, powers, scale)
+                _multiply_by_silu(sums, tall, width, e, exp)
                 _store(job, sums_at, width, tall, first + row, panel)
             elif mode == APART:
                 for leaf in range(leaves):
