@@ -1,8 +1,9 @@
 """Matrix products y = x @ w.T whose bits depend on a row of x and on w alone.
 
-Knows the two kernels and how to launch one from a `Tile`; which tile a shape gets is `tuning.py`'s business. Does not
-know layers. Invariant: K is accumulated in ascending order in one fp32 accumulator and rounded once, so every tile, and
-every number of rows, gives the same bits (measured for mma.sync and wgmma, pointer and TMA loads alike).
+Knows the two Triton kernels and how to launch one from a `Tile`; a third, for Hopper, is `matmul_hopper.py`'s. Which
+tile a shape gets is `tuning.py`'s business. Does not know layers. Invariant: K is accumulated in ascending order in
+one fp32 accumulator and rounded once, so every tile, and every number of rows, gives the same bits (measured for
+mma.sync and wgmma, pointer and TMA loads alike).
 
 Legend: M rows, N outputs, K inputs. The number of rows is read from the device, so one captured launch serves every
 step of its bucket: rows past it cost nothing.
@@ -22,6 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from worker_svc.cuda import matmul_hopper
+
 GATE_GROUP = 8
 
 
@@ -30,6 +33,7 @@ class Tile:
     """How one launch is cut; never a choice that bits depend on.
 
     persistent: TMA loads and stores over a fixed grid, for many rows. Otherwise one program a tile, for few rows.
+    kind: "triton" for the kernels here, "hopper" for `matmul_hopper.py`, where there is one; elsewhere `twin`.
     """
 
     block_m: int
@@ -40,6 +44,12 @@ class Tile:
     persistent: bool = False
     group_m: int = 8
     prefetch_k: int = 0  # columns of w asked into L2 before the input is there; needs dependent launches
+    kind: str = "triton"
+    programs: int = 1  # a processor; hopper only
+
+    def twin(self) -> "Tile":
+        """A tile of Triton's kernels for the rows of this one."""
+        return self if self.kind == "triton" else Tile(max(16, min(self.block_m, 128)), 64, 64, 4, 4)
 
 
 @triton.jit
@@ -188,6 +198,12 @@ def linear(
     """
     height, k = x.shape
     n = w.shape[0]
+    if tile.kind == "hopper":
+        if matmul_hopper.fits(x, w, tile, gated=gated):
+            count = processors(x.device.index or 0)
+            matmul_hopper.linear(x, w, out, rows, tile, count, bias=bias, gated=gated, dependent=dependent)
+            return
+        tile = tile.twin()
     if tile.persistent and out.stride(0) * out.element_size() % 16:
         tile = replace(tile, persistent=False)  # the copy engine stores rows at multiples of 16 bytes only
     x_desc = TensorDescriptor(x, [height, k], [x.stride(0), 1], [tile.block_m, tile.block_k])

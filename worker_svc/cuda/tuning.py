@@ -13,7 +13,7 @@ from worker_svc.cuda.matmul import Tile
 
 FOLDER = Path(__file__).parent / "tuned"
 EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)  # the same, of experts' products
-BUCKETS = (16, 32, 64, 128, 256, 512, 2048)  # heights that are tuned apart; a larger one counts as the last
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 2048)  # heights that are tuned apart; a larger one counts as the last
 
 
 def bucket_of(rows: int, buckets: tuple[int, ...] = BUCKETS) -> int:
@@ -75,5 +75,9 @@ def expert_tile_for(
 
 
 def tile_for(device_name: str, n: int, k: int, rows: int, *, gated: bool = False) -> Tile:
-    """The tile for [rows, k] x [k, n]; n counts gate and up rows both."""
-    return table(device_name).get(key(n, k, bucket_of(rows), gated)) or rule(n, rows)
+    """The tile for [rows, k] x [k, n]; n counts gate and up rows both. Few rows that nobody tuned apart do as 16 do."""
+    tiles, bucket = table(device_name), bucket_of(rows)
+    found = tiles.get(key(n, k, bucket, gated))
+    if found is None and bucket == BUCKETS[0]:
+        found = tiles.get(key(n, k, BUCKETS[1], gated))
+    return found or rule(n, rows)
