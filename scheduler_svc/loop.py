@@ -48,6 +48,7 @@ from scheduler_svc.messages import (
 
 logger = logging.getLogger(__name__)
 
+FRUITLESS_EPOCHS = 5  # in a row without one step done: then the requests are what breaks them, and end
 CLOCK_S = 0.002  # how late a deadline may be noticed while no step ends
 STATS_S = 0.5  # between reports while there is work
 
@@ -97,6 +98,7 @@ class EngineLoop:
         self._in_flight: dict[int, float] = {}  # seq -> when it was sent
         self._live: dict[int, int] = {}  # key -> choices that have not ended
         self._recovery_ends: float | None = None
+        self._fruitless = 0  # epochs in a row that ended before any of their steps was done
         self._closed = False
         self._draining = False
         self._counters = StepCounters()
@@ -272,6 +274,7 @@ class EngineLoop:
         assert self._core is not None
         sent = self._in_flight.pop(result.seq)
         self._add_events(self._core.commit(result, now), result, sent)
+        self._fruitless = 0
         counters = self._counters
         counters.steps += 1
         counters.commit_s += self._clock() - now
@@ -289,6 +292,10 @@ class EngineLoop:
         self._in_flight.clear()
         self._counters.recoveries += 1
         self._recovery_ends = now + self._config.recovery_timeout_s
+        self._fruitless += 1
+        if self._fruitless >= FRUITLESS_EPOCHS and self._live:
+            logger.error("%d epochs in a row ended in their first steps: what runs ends", self._fruitless)
+            self._core.end_all(FinishReason.UNAVAILABLE, now)
         self._change_state(EngineState.RECOVERING, reason)
         self._former.start(self._epoch, self._facts)
 

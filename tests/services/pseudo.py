@@ -70,6 +70,7 @@ class Pseudo:
         self.max_position_embeddings, self.num_blocks = max_position_embeddings, num_blocks
         self.fingerprint = {"numerics": "pseudo 1", "device": "test"}
         self.poisoned = {}  # prompt -> output index whose logits hold a NaN
+        self.breaking = None  # the prompt whose every step ends the epoch
         self._permits = threading.Semaphore(0)
         self._held = False
         self.down = False  # nobody answers
@@ -169,6 +170,8 @@ class Pseudo:
 
         self.num_steps += 1
         plan = self._table.apply(batch)
+        if any(tuple(row.token_ids[: row.num_prompt].tolist()) == self.breaking for row in plan.rows):
+            raise MemoryError("no memory for this step")
         for slot in batch.retired.tolist():
             self._rows.pop(slot, None)
         for row in batch.rows:

@@ -138,6 +138,20 @@ def test_streams_go_on_with_the_same_bits_when_workers_are_lost(tmp_path):
             assert (text(result, index), logprobs(result, index)) == (text(want, index), logprobs(want, index))
 
 
+def test_a_request_whose_every_step_breaks_the_group_ends_and_the_next_is_served(tmp_path):
+    model = Pseudo()
+    model.breaking = (40, 41)
+    with Served(tmp_path, model) as served:
+        call = served.stub.Generate(request(prompt=[40, 41], **LONG), timeout=30)
+        with pytest.raises(grpc.RpcError) as error:
+            list(call)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert served.stats().values["recoveries_total"] == loop.FRUITLESS_EPOCHS
+        served.wait_state("serving")
+        assert tokens(served.generate(prompt=[42], **LONG)) == greedy([42], 60)
+        served.wait_idle()
+
+
 def test_past_the_recovery_timeout_streams_end_and_new_requests_are_refused(tmp_path):
     model = Pseudo(step_s=0.004)
     with Served(tmp_path, model, recovery_timeout_s=0.3) as served:

@@ -79,7 +79,8 @@ class _OverNccl:
 
     def form(self) -> Group:
         group = self._group
-        torch.cuda.set_device(torch.device(self._config.device))
+        if (device := torch.device(self._config.device)).index is not None:
+            torch.cuda.set_device(device)
         return NcclGroup(self._store, self._config.rank, self._config.tp, group.epoch, group.step_timeout_s)
 
 
