@@ -39,6 +39,10 @@ MORE_SHAPES = {
     "width 64": Shape(32, 8, 64, 32),
     "3 heads a kv head": Shape(24, 8, 128, 64), "1 head a kv head": Shape(8, 8, 128, 128),
 }  # fmt: skip
+DECODE_SHAPES = {
+    "12 heads a kv head": Shape(96, 8, 128, 64), "2 heads, small blocks": Shape(16, 8, 128, 32),
+    "width 64, window": Shape(32, 8, 64, 64, window=700), "width 64, small blocks": Shape(32, 8, 64, 16),
+}  # fmt: skip
 PREFILLS = [("8B", 1, 8192), ("8B", 2, 4096), ("8B", 16, 512), ("0.6B", 1, 8192), ("0.6B", 2, 4096)]
 DECODES = [(1, 512), (1, 8192), (4, 8192), (64, 4096), (256, 900)]
 LENGTHS = [700, 513, 64, 257, 1100, 63, 65, 256, 255, 3000, 129, 1]
@@ -83,6 +87,7 @@ CANDIDATES = {
     "stages5decode": Candidate("decode", Tuning(decode_stages=5)),
     "ring2x6": Candidate("decode", _ring(2, 6)),
     "ring2x6shapes": Candidate("decode", _ring(2, 6), tuple(MORE_SHAPES), timed=False),
+    "ring2x6shapes2": Candidate("decode", _ring(2, 6), tuple(DECODE_SHAPES), timed=False),
     "ring1x13": Candidate("decode", _ring(1, 13)),
     "ring1x8": Candidate("decode", _ring(1, 8)),
     "ring3x4": Candidate("decode", _ring(3, 4)),
@@ -112,7 +117,7 @@ def check(candidate: Candidate) -> str:
     """Empty, or what differs."""
     wrong: list[str] = []
     for name in candidate.shapes:
-        shape = (SHAPES | MORE_SHAPES)[name]
+        shape = (SHAPES | MORE_SHAPES | DECODE_SHAPES)[name]
         cases = [LENGTHS] if candidate.kind == "prefill" else [LENGTHS, MANY]
         for lengths in cases:
             paged = Paged(shape, lengths, DEVICE, DTYPE, seed=len(name))

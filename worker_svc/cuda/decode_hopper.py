@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from worker_svc.cuda.attention import Rows, Shape, Tuning, Work
 
 TILE = 64
+SPLIT_TILES = 4  # the least that a ring has room for
 HEADS = 16  # of a kv head, at most
 REGISTERS = 65536  # of a multiprocessor
 THREADS = 256  # of a program: four warps compute, the producer's four count in full
@@ -54,12 +55,13 @@ def decode(
 
     height = min(TILE, shape.block_size)
     each = tuning.hopper_decode_programs
+    stages = max(SPLIT_TILES, tuning.hopper_decode_stages - heads // 16)  # wide queries take the room of a tile
     _kernel()[(each * _multiprocessors(q.device.index),)](
         boxes(q, heads), boxes(k, height), boxes(v, height), rows.tables, rows.tables.stride(0), rows.row_slots,
         rows.query_starts, rows.decode_lengths, work.work_row, work.work_split, work.work_item, work.count,
         work.acc, work.sums, work.m, scale,
         KV_HEADS=shape.kv_heads, G=group, HEADS=heads, D=width, PAGE=shape.block_size, WINDOW=shape.window,
-        SPLIT=split, STAGES=tuning.hopper_decode_stages * 128 // width, DEPENDENT=dependent, num_warps=4,
+        SPLIT=split, STAGES=stages * 128 // width, DEPENDENT=dependent, num_warps=4,
         maxnreg=min(128, REGISTERS // (each * THREADS) // 8 * 8), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
 
