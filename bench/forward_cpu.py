@@ -1,9 +1,11 @@
 """Milliseconds of one decode step's forward pass and head on CPU, without sampling, scheduler or wire.
 
     python bench/forward_cpu.py [--model DIR] [--dtype bfloat16] [--context 192] [--batches 1,4,16] [--transformers]
+                                [--cpu-time]
 
 Prints one line a batch size: invariant, fast and, when asked, transformers on the same machine, best and median of the
-steps. Settings alternate within a run, so that a noisy neighbour hits them alike.
+steps. Settings alternate within a run, so that a noisy neighbour hits them alike. --cpu-time counts the process's CPU
+seconds instead of the wall's: with --threads 1 it says what a step costs on a machine that others use as well.
 """
 
 import argparse
@@ -82,8 +84,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     for batch in map(int, args.batches.split(",")):
         modes: tuple[Mode, ...] = ("invariant", "fast")
         contenders = {mode: ours(args.model, args.dtype, mode, batch, args.context, args.steps) for mode in modes}
@@ -92,9 +96,9 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for index in range(args.steps):
             for name, step in contenders.items():
-                start = time.perf_counter()
+                start = clock()
                 step(index)
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
         line = [f"{name} {min(t):.1f}/{statistics.median(t):.1f} ms" for name, t in times.items()]
         print(f"{args.dtype} batch {batch}: " + ", ".join(line), flush=True)
 
