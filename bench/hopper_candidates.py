@@ -24,14 +24,15 @@ from worker_svc.cuda import matmul_hopper  # noqa: E402
 from worker_svc.cuda.matmul import Tile, linear  # noqa: E402
 
 ALONE = 227 << 10  # bytes of shared memory, one program on a processor
-TWO = 113 << 10  # of two: of one kernel, or of two that follow each other
+TWO = 108 << 10  # of two: of one kernel, or of two that follow each other with a small one between them
 STALL_S = 30.0  # a child that says nothing for so long hangs; a kernel compiles in a few seconds
-# Many rows: (block_m, block_n, block_k, stages, warps)
+# Many rows, one program a processor and two: (block_m, block_n, block_k, stages, warps)
 MANY = (
     (64, 64, 64, 8, 4), (64, 128, 64, 8, 8), (64, 256, 64, 5, 8), (128, 64, 64, 7, 4), (128, 64, 128, 3, 4),
     (128, 128, 64, 5, 8), (128, 128, 128, 2, 8), (128, 192, 64, 4, 8), (128, 256, 64, 3, 8), (256, 64, 64, 4, 4),
     (256, 64, 64, 4, 8), (256, 128, 64, 3, 8), (256, 128, 64, 4, 8), (128, 256, 64, 4, 8),
 )  # fmt: skip
+PAIRED = ((64, 64, 64, 6, 4), (64, 128, 64, 4, 4), (128, 64, 64, 3, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,14 @@ def candidates(n: int, gated: bool, head: bool, bucket: int, processors: int) ->
     else:
         heights = {128: (64, 128), 256: (64, 128, 256)}.get(bucket, (128, 256))
         groups = (8, 16) if bucket >= 512 else (8,)
+        listed = [(shape, 1) for shape in MANY] + [(shape, 2) for shape in PAIRED]
         found = [
-            Tile(*shape, group_m=group, kind="hopper")
-            for shape in MANY if shape[0] in heights for group in groups
+            Tile(*shape, group_m=group, kind="hopper", programs=programs)
+            for shape, programs in listed if shape[0] in heights for group in groups
         ]  # fmt: skip
+        if bucket <= 256:  # all rows in a tile
+            shapes = ((cut, ring(bucket, cut, ALONE)) for cut in cuts(n, step, processors) if 24 <= cut < 64)
+            found += [Tile(bucket, cut, *shape, 4, kind="hopper") for cut, shape in shapes if shape]
     dtype = torch.float32 if head else torch.bfloat16
     fitting = (tile for tile in found if matmul_hopper.shared_bytes(tile, dtype, gated=gated) <= ALONE)
     roomy = (tile for tile in fitting if matmul_hopper.sums(tile) + 32 <= matmul_hopper.registers(tile))
@@ -99,6 +104,7 @@ def tried(job: Job) -> bool:
     x = torch.randn(height, k, device="cuda", generator=generator).bfloat16()
     w = torch.randn(n, k, device="cuda", generator=generator).bfloat16()
     rows = torch.tensor([max(1, height - 1)], dtype=torch.int32, device="cuda")
+    assert tile.kind == "triton" or matmul_hopper.fits(x, w, tile, gated=job.gated), "its twin would answer"
     outs = []
     for each in (tile, Tile(16, 64, 128, 3, 4)):
         out = torch.full(

@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import hopper_candidates  # noqa: E402
 
+from worker_svc.cuda import matmul_hopper  # noqa: E402
 from worker_svc.cuda.matmul import Tile, linear, processors  # noqa: E402
 from worker_svc.cuda.ops import FEW_ROWS  # noqa: E402
 from worker_svc.cuda.tuning import BUCKETS, FOLDER, bucket_of, key, table, tile_for, write_table  # noqa: E402
@@ -130,7 +131,9 @@ def timed(shape: Shape, bucket: int, tiles: Iterable[Tile]) -> tuple[list[tuple[
 
 
 def hopper_tiles(cases: Iterable[tuple[Shape, int]], name: str, seconds: float) -> dict[tuple[Shape, int], list[Tile]]:
-    """Tiles of Hopper's kernel that passed their trial, by product and bucket."""
+    """Tiles of Hopper's kernel that passed their trial, by product and bucket; none where there is no such kernel."""
+    if matmul_hopper.kernel() is None:
+        return {case: [] for case in cases}
     wanted: dict[tuple[Shape, int], dict[Tile, hopper_candidates.Job]] = {}
     extra = set()
     for shape, bucket in cases:
