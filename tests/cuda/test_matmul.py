@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from worker_svc.cuda import tuning
 from worker_svc.cuda.matmul import Tile, interleave_gate, linear
 
 TILES = [Tile(16, 32, 32, 2, 2), Tile(64, 32, 64, 2, 4), Tile(64, 64, 32, 2, 4, persistent=True)]
@@ -50,3 +51,12 @@ def test_outputs_of_any_width_are_right(device: str, dtype: torch.dtype) -> None
     out = torch.full((20, 77), float("nan"), device=device)
     linear(x, w, out, torch.tensor([20], dtype=torch.int32, device=device), TILES[2])
     assert close(out, x.double() @ w.double().T)
+
+
+def test_few_rows_that_nobody_tuned_apart_do_as_sixteen_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    sixteen, eight = Tile(16, 32, 64, 2, 4), Tile(8, 48, 64, 4, 4, kind="hopper")
+    tiles = {"4096x64@16": sixteen, "6144x64@16": sixteen, "6144x64@8": eight}
+    monkeypatch.setattr(tuning, "table", lambda _: tiles)
+    assert tuning.tile_for("none", 4096, 64, 1) is tuning.tile_for("none", 4096, 64, 16) is sixteen
+    assert tuning.tile_for("none", 6144, 64, 8) is eight and tuning.tile_for("none", 6144, 64, 9) is sixteen
+    assert tuning.tile_for("none", 128, 64, 1) == tuning.rule(128, 1)
