@@ -3,8 +3,9 @@
     python bench/moe_check.py --model bench/configs/olmoe-1b-7b
 
 Random weights of one layer at the model's shapes, in bf16. Prints a line a check, `ok` or `FAILED`, then microseconds
-of a layer's launches in a CUDA graph. Every other launch reads other tokens, so at few rows other experts too: weights
-come from memory as in a step. Takes half a minute, most of it compilation.
+of a layer in a CUDA graph, from o_proj's sum to the next layer's norm, in each form that its launches may take. Every
+other launch reads other tokens, so at few rows other experts too: weights come from memory as in a step. Takes a
+minute, most of it compilation.
 """
 
 import argparse
@@ -28,6 +29,10 @@ from worker_svc.models import check_snapshot  # noqa: E402
 from worker_svc.spec import ModelSpec  # noqa: E402
 
 TOKENS = 8192
+EPSILON = 1e-5
+# How a layer's launches may be cut: `few` up to moe.NORM_ROWS tokens, `many` above; `whole`, with other bits, has the
+# router's logits as one chain of products and chooses in the same launch.
+FORMS = ("few", "many", "whole")
 TILES = (
     Tile(16, 32, 128, 4, 4), Tile(16, 128, 64, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4),
     Tile(64, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(128, 64, 64, 4, 4, group_m=1),
@@ -50,21 +55,71 @@ class Layer:
         self.experts = moe.prepare(self.gate_up, self.down)
         self.scale = torch.ones(width, device="cuda", dtype=torch.bfloat16)
 
+    def parts(self, x: Tensor, count: Tensor, *, dependent: bool = False) -> Tensor:
+        return moe.logits(x, self.router, count, dependent=dependent)
+
     def route(
-        self, x: Tensor, count: Tensor, *, dependent: bool = False, experts: moe.Experts | None = None
-    ) -> moe.Routed:
+        self, x: Tensor, count: Tensor, *, dependent: bool = False, experts: moe.Experts | None = None,
+        parts: Tensor | None = None, grouped: bool | None = None,
+    ) -> moe.Routed:  # fmt: skip
         slots = self.moe.experts_per_token
-        return moe.route(
-            x, self.router, slots, (experts or self.experts).counts, count, renormalise=self.moe.renormalise,
-            grouped=moe.worth_grouping(len(x), slots, self.moe.num_experts), dependent=dependent,
+        if grouped is None:
+            grouped = moe.worth_grouping(len(x), slots, self.moe.num_experts)
+        return moe.choose(
+            self.parts(x, count, dependent=dependent) if parts is None else parts, slots,
+            (experts or self.experts).counts, count, renormalise=self.moe.renormalise, grouped=grouped,
+            dependent=dependent,
         )  # fmt: skip
 
+    def route_as_a_step(
+        self, x: Tensor, count: Tensor, *, dependent: bool = False, parts: Tensor | None = None
+    ) -> moe.Routed:
+        """As `CudaOps.moe`: gate and up choose the experts of pairs that are not grouped."""
+        slots = self.moe.experts_per_token
+        parts = self.parts(x, count, dependent=dependent) if parts is None else parts
+        if moe.worth_grouping(len(x), slots, self.moe.num_experts):
+            return self.route(x, count, dependent=dependent, parts=parts)
+        return moe.left_to_experts(parts, slots, renormalise=self.moe.renormalise)
+
     def answers(self, x: Tensor, count: Tensor, *, tile: Tile | None = None, dependent: bool = False) -> moe.Answers:
-        routed = self.route(x, count, dependent=dependent)
+        routed = self.route_as_a_step(x, count, dependent=dependent)
         tiles = None if tile is None else (tile, tile)
         return moe.answer(
             x, self.experts, routed, count, x.dtype, tiles=tiles, device_name=self.name, dependent=dependent
         )
+
+    def add_norm(
+        self, update: Tensor, residual: Tensor, count: Tensor, *, dependent: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `CudaOps.add_rms_norm`: the residual is changed in place."""
+        tokens, width = update.shape
+        out = torch.empty_like(update)
+        options: dict[str, bool] = {"launch_pdl": True} if dependent else {}
+        rows.add_norm_kernel[(tokens,)](
+            update, residual, self.scale, out, count, width, EPSILON, ADD=True, BLOCK=1 << (width - 1).bit_length(),
+            DEPENDENT=dependent, num_warps=rows.WARPS, **options,
+        )  # fmt: skip
+        return out, residual
+
+    def step(self, update: Tensor, residual: Tensor, count: Tensor, form: str, *, dependent: bool) -> Tensor:
+        """From o_proj's sum to the next layer's norm. form: one of FORMS. The residual may be changed in place."""
+        if form == "few":
+            normed, residual = moe.norm_logits(
+                update, residual, self.scale, EPSILON, self.router, count, dependent=dependent
+            )
+            x, routed = normed.x_TD, self.route_as_a_step(update, count, dependent=dependent, parts=normed.parts)
+        else:
+            x, residual = self.add_norm(update, residual, count, dependent=dependent)
+            if form == "whole":
+                slots = self.moe.experts_per_token
+                routed = moe.route_whole(
+                    x, self.router, slots, self.experts.counts, count, renormalise=self.moe.renormalise,
+                    grouped=moe.worth_grouping(len(x), slots, self.moe.num_experts), dependent=dependent,
+                )  # fmt: skip
+            else:
+                routed = self.route(x, count, dependent=dependent)
+        answers = moe.answer(x, self.experts, routed, count, x.dtype, device_name=self.name, dependent=dependent)
+        return moe.combine_norm(answers, residual, self.scale, EPSILON, count, dependent=dependent)
 
     def run(self, x: Tensor, *, bucket: int = 0, tile: Tile | None = None, dependent: bool = False) -> Tensor:
         """[len(x), D] in fp32, in a bucket of at least len(x) tokens whose others are NaN."""
@@ -132,25 +187,37 @@ def check(layer: Layer) -> bool:
     say("all tokens at the same experts", torch.equal(layer.run(one), whole[:1].expand(TOKENS, -1)))
     say("lists are empty afterwards", not layer.experts.counts.any())
     say("the next norm taken along", fused_is_both(layer, x[:100]))
+    residual = x.flip(0).contiguous()
+    want = layer.step(x, residual.clone(), number(TOKENS), "many", dependent=False)
+    for tokens in (1, 2, 3, 4, 5, 8, 16, 32):
+        for first in (0, 1000, TOKENS - tokens):
+            own = slice(first, first + tokens)
+            for form in ("few", "many"):
+                for dependent in (False, True):
+                    args = x[own].contiguous(), residual[own].clone(), number(tokens)
+                    out = layer.step(*args, form, dependent=dependent)
+                    if not torch.equal(out, want[own]):
+                        say(f"{tokens} tokens from {first}, {form}, dependent {dependent}", False)
+        say(f"{tokens} tokens, a layer in two forms", passed)
+    whole = layer.step(x, residual.clone(), number(TOKENS), "whole", dependent=False)
+    same = (whole == want).all(1)
+    error = float((whole.float() - want.float()).norm() / want.float().norm())
+    say("one chain of products agrees", error < 1e-2, f"relative error {error:.1e}, {int(same.sum())} rows of {TOKENS}")
     return passed
 
 
 def fused_is_both(layer: Layer, x: Tensor) -> bool:
-    tokens, width = x.shape
-    count = number(tokens)
+    count = number(len(x))
     residual = torch.randn(x.shape, device="cuda").to(x.dtype)
     update = moe.combine(layer.answers(x, count), count, x.dtype)
-    total, want = residual.clone(), torch.empty_like(x)
-    rows.add_norm_kernel[(tokens,)](
-        update, total, layer.scale, want, count, width, 1e-5, ADD=True,
-        BLOCK=1 << (width - 1).bit_length(), DEPENDENT=False, num_warps=rows.WARPS,
-    )  # fmt: skip
-    got = moe.combine_norm(layer.answers(x, count), residual, layer.scale, 1e-5, count)
+    total = residual.clone()
+    want, _ = layer.add_norm(update, total, count)
+    got = moe.combine_norm(layer.answers(x, count), residual, layer.scale, EPSILON, count)
     return torch.equal(got, want) and torch.equal(total, residual)
 
 
 def times(layer: Layer, tokens: int) -> dict[str, float]:
-    """Microseconds a launch, alone in a graph, and of a whole layer's four."""
+    """Microseconds a launch, alone in a graph, and of a layer from o_proj's sum to the next norm, in each form."""
     dependent, count = tokens <= 128, number(tokens)
     whole_parts = [part for part in layer.x.split(tokens) if len(part) == tokens]
     parts = whole_parts[:12] if len(whole_parts) > 1 else whole_parts * 3
@@ -174,23 +241,29 @@ def times(layer: Layer, tokens: int) -> dict[str, float]:
             )
         return made
 
-    residual = torch.zeros_like(parts[0])
+    residuals = [torch.zeros_like(x) for x in parts]
+    forms = [form for form in FORMS if form != "few" or tokens <= moe.NORM_ROWS]
 
-    def one_layer(x: Tensor) -> None:
-        answers = layer.answers(x, count, dependent=dependent)
-        moe.combine_norm(answers, residual, layer.scale, 1e-5, count, dependent=dependent)
+    def layers(form: str) -> list[Callable[[], None]]:
+        return [
+            lambda x=x, r=r: layer.step(x, r, count, form, dependent=dependent)  # type: ignore[misc]
+            for x, r in zip(parts, residuals, strict=True)
+        ]
 
-    whole = graph_us([lambda x=x: one_layer(x) for x in parts], 10)  # type: ignore[misc]
+    taken: dict[str, list[float]] = {form: [] for form in forms}
+    for _ in range(3):
+        for form in forms:
+            taken[form].append(graph_us(layers(form), 10))
     return {
         "tokens": tokens, "gate_up_us": graph_us(launches(True), 10), "down_us": graph_us(launches(False), 10),
-        "layer_us": whole,
+        "layer_us": min(taken[forms[0]]), **{form: min(values) for form, values in taken.items()},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a folder with a config.json")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 64, 256, TOKENS])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 2, 4, 8, 16, 256, TOKENS])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -203,9 +276,10 @@ def main() -> None:
         pairs = row["tokens"] * layer.moe.experts_per_token
         touched = layer.moe.num_experts * (1 - (1 - 1 / layer.moe.num_experts) ** pairs)
         seconds = row["layer_us"] / 1e6
+        forms = ", ".join(f"{form} {row[form]:.1f} us" for form in FORMS if form in row)
         print(
             f"{row['tokens']:5.0f} tokens: gate_up {row['gate_up_us']:7.1f} us, down {row['down_us']:7.1f} us, "
-            f"layer {row['layer_us']:7.1f} us ({touched * expert_bytes / seconds / 1e12:.2f} TB/s of weights, "
+            f"layer: {forms} ({touched * expert_bytes / seconds / 1e12:.2f} TB/s of weights, "
             f"{pairs * expert_bytes / seconds / 1e12:.0f} TFLOP/s)",
             flush=True,
         )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,8 @@ SHARED_BYTES = 227 << 10
 LONE = (
     (16, 16, 256, 4, 4), (16, 32, 128, 6, 4), (16, 32, 256, 3, 4), (16, 32, 256, 4, 4), (16, 32, 256, 6, 4),
     (16, 32, 512, 3, 4), (16, 64, 128, 4, 4), (16, 64, 128, 6, 4), (16, 64, 256, 3, 4), (16, 64, 256, 4, 4),
+    (16, 32, 128, 4, 4), (16, 32, 128, 8, 4), (16, 64, 64, 8, 4), (16, 64, 128, 5, 4), (16, 128, 64, 6, 4),
+    (16, 128, 64, 10, 4), (16, 128, 128, 3, 4), (16, 128, 128, 5, 4), (16, 128, 128, 6, 8), (16, 128, 256, 3, 4),
 )  # fmt: skip
 FEW = (
     (16, 32, 256, 4, 4), (16, 64, 128, 4, 4), (16, 64, 128, 6, 4), (16, 64, 256, 3, 4), (16, 64, 256, 4, 4),
@@ -72,7 +75,14 @@ def routings(spec: ModelSpec, experts: moe.Experts, tokens: int) -> list[tuple[m
             for row, pairs in zip(lists, order, strict=True):
                 row[: len(pairs)] = pairs
         own = moe.Experts(experts.gate_up, experts.down, counts)
-        made.append((own, moe.Routed(ids, torch.ones(ids.shape, device="cuda"), lists)))
+        pending = None
+        if lists is None:  # gate and up choose for themselves: logits that say what is in `ids`
+            falling = torch.arange(slots, 0, -1, device="cuda", dtype=torch.float32).expand(ids.shape)
+            logits = torch.full((tokens, number), -9.0, device="cuda").scatter_(1, ids.long(), falling)
+            pieces = triton.cdiv(spec.hidden_size, moe.PIECE)
+            pending = torch.zeros(pieces, tokens, number, device="cuda")
+            pending[0] = logits
+        made.append((own, moe.Routed(ids, torch.ones(ids.shape, device="cuda"), lists, pending)))
     return made
 
 
@@ -112,6 +122,7 @@ def best(spec: ModelSpec, experts: moe.Experts, tokens: int, *, gated: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, nargs="+", required=True, help="folders with a config.json")
+    parser.add_argument("--tokens", type=int, nargs="*", default=EXPERT_BUCKETS, help="buckets to tune")
     parser.add_argument("--out", type=Path, help="default: the table of this GPU in worker_svc/cuda/tuned")
     options = parser.parse_args()
     name = torch.cuda.get_device_name()
@@ -125,7 +136,7 @@ def main() -> None:
             torch.empty(number, 2 * inner, width, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02),
             torch.empty(number, width, inner, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02),
         )
-        for bucket in EXPERT_BUCKETS:
+        for bucket in options.tokens:
             for gated, n, k in ((True, 2 * inner, width), (False, width, inner)):
                 found = best(spec, experts, bucket, gated=gated)
                 tiles[expert_key(n, k, bucket, number, spec.moe.experts_per_token, gated)] = found

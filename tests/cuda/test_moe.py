@@ -42,10 +42,13 @@ class Layer:
     slots: int
     renormalise: bool = False
 
-    def route(self, x: Tensor, *, grouped: bool, count: int | None = None) -> Routed:
-        return moe.route(
-            x, self.router, self.slots, self.experts.counts, number(count or len(x), x),
-            renormalise=self.renormalise, grouped=grouped,
+    def parts(self, x: Tensor, count: int | None = None) -> Tensor:
+        return moe.logits(x, self.router, number(count or len(x), x))
+
+    def route(self, x: Tensor, *, grouped: bool, count: int | None = None, parts: Tensor | None = None) -> Routed:
+        return moe.choose(
+            self.parts(x, count) if parts is None else parts, self.slots, self.experts.counts,
+            number(count or len(x), x), renormalise=self.renormalise, grouped=grouped,
         )  # fmt: skip
 
     def answers(self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None) -> Answers:
@@ -56,6 +59,14 @@ class Layer:
         return moe.combine(
             self.answers(x, grouped=grouped, tiles=tiles, count=count), number(count or len(x), x), x.dtype
         )
+
+    def run_few(self, x: Tensor, *, parts: Tensor | None = None, count: int | None = None) -> Tensor:
+        """Gate and up choose the experts."""
+        rows_1 = number(count or len(x), x)
+        routed = moe.left_to_experts(
+            self.parts(x, count) if parts is None else parts, self.slots, renormalise=self.renormalise
+        )
+        return moe.combine(moe.answer(x, self.experts, routed, rows_1, x.dtype, tiles=TILES[2]), rows_1, x.dtype)
 
 
 def number(n: int, like: Tensor) -> Tensor:
@@ -213,6 +224,55 @@ def test_the_sum_with_the_next_norm_has_the_bits_of_both(device: str, dtype: tor
     assert not layer.experts.counts.any()
 
 
+WIDTHS = [(8, 2, 64, 48), (20, 8, 600, 40)]  # the second: three pieces, the last one short
+
+
+@pytest.mark.parametrize("shape", WIDTHS, ids=["8", "20"])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_experts_chosen_by_gate_and_up_are_the_same(
+    shape: tuple[int, int, int, int], renormalise: bool, device: str, dtype: torch.dtype
+) -> None:
+    layer = replace(make(device, dtype, *shape), renormalise=renormalise)
+    x = inputs(layer, 6)
+    x[2] = float("nan")
+    want = layer.run(x)
+    assert torch.equal(layer.run_few(x).nan_to_num(7), want.nan_to_num(7))
+    padded = torch.cat((x, torch.full_like(x, float("nan"))))
+    assert torch.equal(layer.run_few(padded, count=6)[:6].nan_to_num(7), want.nan_to_num(7))
+
+
+@pytest.mark.parametrize("shape", WIDTHS, ids=["8", "20"])
+def test_a_norm_with_its_logits_has_the_bits_of_both(
+    shape: tuple[int, int, int, int], device: str, dtype: torch.dtype
+) -> None:
+    layer = make(device, dtype, *shape)
+    update, count, width = inputs(layer), number(TOKENS - 4, layer.router), shape[2]
+    residual, scale = torch.randn_like(update), torch.rand_like(update[0]) + 0.5
+    before, want, total = residual.clone(), torch.empty_like(update), residual.clone()
+    rows.add_norm_kernel[(TOKENS,)](
+        update, total, scale, want, count, width, 1e-5, ADD=True, BLOCK=1 << (width - 1).bit_length(),
+        DEPENDENT=False, num_warps=rows.WARPS,
+    )  # fmt: skip
+    few, got = moe.norm_logits(update, residual, scale, 1e-5, layer.router, count)
+    live = TOKENS - 4
+    assert torch.equal(residual, before)
+    assert torch.equal(got[:live], total[:live]) and torch.equal(few.x_TD[:live], want[:live])
+    one, many = (
+        layer.route(want, grouped=False, count=live),
+        layer.route(want, grouped=False, count=live, parts=few.parts),
+    )
+    assert torch.equal(one.ids[:live], many.ids[:live]) and torch.equal(one.weights[:live], many.weights[:live])
+    assert len(few.parts) == -(-width // moe.PIECE)
+
+
+def test_pieces_in_another_order_would_be_seen(device: str, dtype: torch.dtype) -> None:
+    layer = make(device, dtype, *WIDTHS[1])
+    update, count = inputs(layer), number(TOKENS, layer.router)
+    few, _ = moe.norm_logits(update, update, torch.ones_like(update[0]), 1e-5, layer.router, count)
+    want = layer.route(update, grouped=False, parts=few.parts).weights
+    assert not torch.equal(layer.route(update, grouped=False, parts=few.parts.flip(0).contiguous()).weights, want)
+
+
 def test_a_row_with_nan_stays_itself_and_harms_no_other(device: str, dtype: torch.dtype) -> None:
     layer = make(device, dtype)
     x = inputs(layer)
@@ -284,6 +344,7 @@ def test_every_tile_and_batch_has_the_bits_of_one_pass_at_real_shapes() -> None:
         assert torch.equal(layer.run(x, tiles=(tile, tile)), want), tile
         for first, count in ((0, 1), (17, 2), (100, 16), (300, 256)):
             part = x[first : first + count].contiguous()
+            assert torch.equal(layer.run_few(part), want[first : first + count]), (first, count)
             for grouped in (True, False):
                 out = layer.run(part, grouped=grouped, tiles=(tile, tile))
                 assert torch.equal(out, want[first : first + count]), (tile, first, count, grouped)

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker_svc.cuda.matmul import prefetch_rows, silu_times_up
+from worker_svc.cuda.moe_route_kernels import ranked, shares
 from worker_svc.cuda.rows import normed
 
 
@@ -86,7 +87,8 @@ def _tile(index, counts, EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_M: 
 
 
 @triton.jit(do_not_specialize=["capacity", "num_tiles"])
-def experts_kernel(x_ptr, x_desc, w_desc, w_ptr, out, counts, lists, ids, rows_ptr, N, K, capacity, num_tiles,
+def experts_kernel(x_ptr, x_desc, w_desc, w_ptr, out, counts, lists, ids, parts, weights, rows_ptr, N, K, capacity,
+                   num_tiles, PIECES: tl.constexpr, RENORMALISE: tl.constexpr,
                    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_X: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
                    GATED: tl.constexpr, GROUPED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -98,13 +100,17 @@ def experts_kernel(x_ptr, x_desc, w_desc, w_ptr, out, counts, lists, ids, rows_p
     a tile of its own, and its rank is its number. GROUP_M tiles walk along N together, so that an expert's weights and
     its rows stay in the cache.
 
+    PIECES, of a lone pair's gate and up: nobody has chosen experts yet. Each program chooses its own from `parts`
+    (`ranked`); the first one of a pair notes it in `ids` and `weights`, for those who come after.
+
     PREFETCH_K columns of the weights of a lone pair are asked into L2 before the input is there. The pair's expert is
     known by then, as the product before lets its dependents start only once it has seen the router's end; the hint is
     read again when it counts.
     """
     if DEPENDENT and GATED:
         gdc_wait()
-        gdc_launch_dependents()
+        if not PIECES:
+            gdc_launch_dependents()
     tiles_n = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     start = program // (GROUP_M * tiles_n) * GROUP_M
@@ -120,6 +126,19 @@ def experts_kernel(x_ptr, x_desc, w_desc, w_ptr, out, counts, lists, ids, rows_p
         gdc_wait()
     if GROUPED:
         expert, length, before, first = _tile(index, counts, EXPERTS, BLOCK_X, BLOCK_M)
+    elif PIECES:
+        wanted = index < tl.load(rows_ptr) * SLOTS
+        order, powers = ranked(parts, index // SLOTS, capacity, PIECES, EXPERTS, BLOCK_X, LANES)
+        mine = order == index % SLOTS
+        expert = tl.sum(tl.where(mine, tl.arange(0, BLOCK_X), 0), 0)
+        if n0 == 0:
+            share = shares(order, powers, SLOTS, RENORMALISE)
+            tl.store(weights + index + order * 0, share, mask=mine & wanted)
+            tl.store(ids + index, expert, mask=wanted)
+        expert = tl.where(wanted, expert, EXPERTS)
+        length, before, first = 1, index, 0
+        if DEPENDENT:
+            gdc_launch_dependents()
     else:
         expert = tl.load(ids + index, mask=index < tl.load(rows_ptr) * SLOTS, other=EXPERTS)
         length, before, first = 1, index, 0
@@ -205,10 +224,14 @@ def combine_norm_kernel(answers, weights, residual, scale, out, counts, count_pt
         gdc_wait()
     if t == 0:
         _forget(counts, EXPERTS, BLOCK_X)
-    if t < tl.load(count_ptr):
-        at = t.to(tl.int64) * width + c
-        row = _combined(answers, weights, t, c, live, width, SLOTS).to(out.dtype.element_ty).to(tl.float32)
-        row += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
+    at = t.to(tl.int64) * width + c
+    number = tl.load(count_ptr)
+    if not DEPENDENT:  # otherwise there are few rows, and their loads need not wait for the number
+        live = live & (t < number)
+    before = tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
+    row = _combined(answers, weights, t, c, live, width, SLOTS).to(out.dtype.element_ty).to(tl.float32)
+    if t < number:
+        row += before
         rounded = row.to(out.dtype.element_ty)
         tl.store(residual + at, rounded, mask=live)
         tl.store(out + at, normed(rounded.to(tl.float32), factor, width, epsilon).to(out.dtype.element_ty), mask=live)

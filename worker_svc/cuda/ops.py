@@ -178,6 +178,16 @@ class CudaOps:
             return normed, residual_TD
         return self._norm(update, residual_TD, weight_D, eps), residual_TD
 
+    def add_norm_route(
+        self, update: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, router: Router
+    ) -> tuple[Tensor | moe.Normed, Tensor]:
+        """Few rows get their logits along."""
+        if len(update) > moe.NORM_ROWS:
+            return self.add_rms_norm(update, residual_TD, weight_D, eps)
+        return moe.norm_logits(
+            update, residual_TD, weight_D, eps, router.weight, self._count(), dependent=self.dependent
+        )
+
     def linear(self, x_TK: Tensor, weight: CudaWeight) -> Tensor:
         return self._product(x_TK, weight, self.dtype, self._count())
 
@@ -267,12 +277,19 @@ class CudaOps:
             )  # fmt: skip
         return out.view(len(out), -1)
 
-    def moe(self, x_TD: Tensor, router: Router, experts: moe.Experts, group: Group) -> Tensor | moe.Answers:
-        slots, count = router.experts_per_token, self._count()
-        routed = moe.route(
-            x_TD, router.weight, slots, experts.counts, count, renormalise=router.renormalise,
-            grouped=moe.worth_grouping(len(x_TD), slots, experts.number), dependent=self.dependent,
-        )  # fmt: skip
+    def moe(self, x: Tensor | moe.Normed, router: Router, experts: moe.Experts, group: Group) -> Tensor | moe.Answers:
+        slots, count, dependent = router.experts_per_token, self._count(), self.dependent
+        if isinstance(x, moe.Normed):
+            x_TD, parts = x.x_TD, x.parts
+        else:
+            x_TD, parts = x, moe.logits(x, router.weight, count, dependent=dependent)
+        grouped = moe.worth_grouping(len(x_TD), slots, experts.number)
+        if grouped:
+            routed = moe.choose(
+                parts, slots, experts.counts, count, renormalise=router.renormalise, grouped=True, dependent=dependent
+            )
+        else:
+            routed = moe.left_to_experts(parts, slots, renormalise=router.renormalise)
         dtype = self.dtype if group.tp == 1 else torch.float32
         answers = moe.answer(
             x_TD, experts, routed, count, dtype, device_name=self._device_name, dependent=self.dependent

@@ -15,8 +15,13 @@ WARPS = 8
 
 
 @triton.jit
+def inverse_rms(x, width, epsilon):
+    return tl.rsqrt(tl.sum(x * x) / width + epsilon)
+
+
+@triton.jit
 def normed(x, weight, width, epsilon):
-    return x * tl.rsqrt(tl.sum(x * x) / width + epsilon) * weight
+    return x * inverse_rms(x, width, epsilon) * weight
 
 
 @triton.jit
@@ -100,12 +105,14 @@ def _clipped(x, CLIP: tl.constexpr, clip):
 
 
 @triton.jit
-def _rotate_and_write(x, y, first, second, head, live, t, position, cosines, sines, token_slots, tables, table_stride,
-                      q_out, k_cache, v_cache, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+def _rotate_and_write(x, y, first, second, head, live, t, position, slot, cosines, sines, tables, table_stride, q_out,
+                      k_cache, v_cache, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
                       PAGE: tl.constexpr):  # fmt: skip
     """Heads of token t by their number among the H + K + K: queries [x | y] rotated to q_out, keys rotated and values
     [first | second] as they are to the token's place in the cache, unless its slot is negative. Rotation pairs d with
-    d + D / 2."""
+    d + D / 2. The table is asked first: its answer takes longest."""
+    written = slot >= 0
+    block = tl.load(tables + tl.maximum(slot, 0) * table_stride + position // PAGE).to(tl.int64)
     HALF: tl.constexpr = D // 2
     d = tl.arange(0, HALF)
     cosine = tl.load(cosines + position.to(tl.int64) * HALF + d)[None, :]
@@ -116,9 +123,6 @@ def _rotate_and_write(x, y, first, second, head, live, t, position, cosines, sin
     to_q = q_out + t.to(tl.int64) * HEADS * D + head[:, None] * D + d[None, :]
     tl.store(to_q, rotated_x, mask=is_query)
     tl.store(to_q + HALF, rotated_y, mask=is_query)
-    slot = tl.load(token_slots + t).to(tl.int64)
-    written = slot >= 0
-    block = tl.load(tables + tl.maximum(slot, 0) * table_stride + position // PAGE).to(tl.int64)
     kv = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
     to = ((block * KV_HEADS + kv) * PAGE + position % PAGE)[:, None] * D + d[None, :]
     is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & live & written
@@ -136,21 +140,24 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
                       CLIP: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr,
                       DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (t, i): GROUP heads of token t, of the H + K + K that a qkv row holds, clipped (when CLIP); queries and
-    keys are normed (when NORM) head by head.
+    keys are normed (when NORM) head by head. All is read at once, whether the token is there or not.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     t = tl.program_id(0)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    HALF: tl.constexpr = D // 2
+    d = tl.arange(0, HALF)
+    at = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D + d[None, :]
+    live = (head < HEADS + 2 * KV_HEADS)[:, None] & (d >= 0)[None, :]
+    first = tl.load(at, mask=live, other=0.0)
+    second = tl.load(at + HALF, mask=live, other=0.0)
+    position = tl.load(positions + t)
+    slot = tl.load(token_slots + t).to(tl.int64)
     if t < tl.load(count_ptr):
-        head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
-        HALF: tl.constexpr = D // 2
-        d = tl.arange(0, HALF)
-        at = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D + d[None, :]
-        live = (head < HEADS + 2 * KV_HEADS)[:, None] & (d >= 0)[None, :]
-        first = _clipped(tl.load(at, mask=live, other=0.0), CLIP, clip)
-        second = _clipped(tl.load(at + HALF, mask=live, other=0.0), CLIP, clip)
-        position = tl.load(positions + t)
+        first = _clipped(first, CLIP, clip)
+        second = _clipped(second, CLIP, clip)
         x = first.to(tl.float32)
         y = second.to(tl.float32)
         if NORM:
@@ -162,7 +169,7 @@ def rope_write_kernel(qkv, q_weight, k_weight, cosines, sines, positions, token_
             x = (x * inverse * low).to(first.dtype).to(tl.float32)
             y = (y * inverse * high.to(tl.float32)).to(first.dtype).to(tl.float32)
         _rotate_and_write(
-            x, y, first, second, head, live, t, position, cosines, sines, token_slots, tables, table_stride, q_out,
+            x, y, first, second, head, live, t, position, slot, cosines, sines, tables, table_stride, q_out,
             k_cache, v_cache, HEADS, KV_HEADS, D, PAGE,
         )  # fmt: skip
 
@@ -208,39 +215,43 @@ def full_rope_write_kernel(qkv, squares, q_weight, k_weight, cosines, sines, pos
     """`rope_write_kernel` where queries and keys are normed over all heads of a token, then clipped; values are only
     clipped. Program (t, i): the queries, keys or values of token t.
 
-    GIVEN: `squares` holds the sums over q_width and k_width columns, of which this rank has a part.
+    GIVEN: `squares` holds the sums over q_width and k_width columns, of which this rank has a part. The row, its
+    position and its slot are read at once, whether the token is there or not; so are the norms' weights before that.
     """
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
     t = tl.program_id(0)
+    part = tl.program_id(1)
+    heads = tl.where(part == 0, HEADS, KV_HEADS)
+    start = tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV_HEADS))
+    HALF: tl.constexpr = D // 2
+    h = tl.arange(0, BLOCK_H)
+    inner = h[:, None] * D + tl.arange(0, HALF)[None, :]
+    live = (h < heads)[:, None] & (inner >= 0)
+    weight = tl.where(part == 0, q_weight, k_weight) + inner
+    low = tl.load(weight, mask=live & (part < 2), other=0.0).to(tl.float32)
+    high = tl.load(weight + HALF, mask=live & (part < 2), other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    row = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + start * D
+    first = tl.load(row + inner, mask=live, other=0.0)
+    second = tl.load(row + inner + HALF, mask=live, other=0.0)
+    position = tl.load(positions + t)
+    slot = tl.load(token_slots + t).to(tl.int64)
     if t < tl.load(count_ptr):
-        part = tl.program_id(1)
-        heads = tl.where(part == 0, HEADS, KV_HEADS)
-        start = tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV_HEADS))
-        row = qkv + t.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D + start * D
-        HALF: tl.constexpr = D // 2
-        h = tl.arange(0, BLOCK_H)
-        inner = h[:, None] * D + tl.arange(0, HALF)[None, :]
-        live = (h < heads)[:, None] & (inner >= 0)
-        first = tl.load(row + inner, mask=live, other=0.0)
-        second = tl.load(row + inner + HALF, mask=live, other=0.0)
         x = first.to(tl.float32)
         y = second.to(tl.float32)
         if part < 2:
             if GIVEN:
                 square = tl.load(squares + 2 * t + part)
             else:
-                square = _sum_of_squares(row, heads, D, BLOCK_H, POWER)
+                square = _adjacent_sum(tl.sum(x * x, 1) + tl.sum(y * y, 1), POWER)
             inverse = tl.rsqrt(square / tl.where(part == 0, q_width, k_width) + epsilon)
-            weight = tl.where(part == 0, q_weight, k_weight) + inner
-            low = tl.load(weight, mask=live, other=0.0).to(tl.float32)
-            high = tl.load(weight + HALF, mask=live, other=0.0).to(tl.float32)
             x = (x * inverse * low).to(first.dtype).to(tl.float32)
             y = (y * inverse * high).to(first.dtype).to(tl.float32)
         _rotate_and_write(
             _clipped(x, CLIP, clip).to(first.dtype).to(tl.float32),
             _clipped(y, CLIP, clip).to(first.dtype).to(tl.float32),
-            _clipped(first, CLIP, clip), _clipped(second, CLIP, clip), start + h, live, t, tl.load(positions + t),
-            cosines, sines, token_slots, tables, table_stride, q_out, k_cache, v_cache, HEADS, KV_HEADS, D, PAGE,
+            _clipped(first, CLIP, clip), _clipped(second, CLIP, clip), start + h, live, t, position, slot,
+            cosines, sines, tables, table_stride, q_out, k_cache, v_cache, HEADS, KV_HEADS, D, PAGE,
         )  # fmt: skip

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from worker_svc.layers.norm import Norm
 from worker_svc.layers.parameter import Parameter, Slice, whole
 from worker_svc.ops.base import Ops, Router, Update, Weight
 from worker_svc.ops.leaves import leaf_part
@@ -48,7 +50,10 @@ class MixtureOfExperts:
         yield Parameter(tuple(gate_up), lambda ops, t: setattr(self, "_gate_up", t.view(count, -1, hidden)))
         yield Parameter(tuple(down), self._bind_experts)
 
-    def forward(self, ops: Ops, x_TD: Tensor, group: Group) -> Update:
+    def add_norm(self, ops: Ops, update: Update, residual_TD: Tensor, norm: Norm) -> tuple[Any, Tensor]:
+        return ops.add_norm_route(update, residual_TD, norm.weight, norm.eps, self.router)
+
+    def forward(self, ops: Ops, x_TD: Any, group: Group) -> Update:
         return ops.moe(x_TD, self.router, self.experts, group)
 
     def _bind_router(self, ops: Ops, weight_XD: Tensor) -> None:

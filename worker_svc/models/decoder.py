@@ -7,7 +7,7 @@ tensors in `StepInputs` or decided before it, so the pass can be captured as a g
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,11 @@ from worker_svc.step_inputs import StepInputs
 class FeedForward(Protocol):
     def parameters(self) -> Iterator[Parameter]: ...
 
-    def forward(self, ops: Ops, x_TD: Tensor, group: Group) -> Update: ...
+    def add_norm(self, ops: Ops, update: Update, residual_TD: Tensor, norm: Norm) -> tuple[Any, Tensor]:
+        """(norm(update + residual) in the form that `forward` reads, update + residual)."""
+        ...
+
+    def forward(self, ops: Ops, x_TD: Any, group: Group) -> Update: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,8 @@ class DecoderLayer:
     ) -> tuple[Update, Tensor]:
         """x is the residual, normed. The layer's last sum is still to be added: the next norm does that."""
         update = self.attention.forward(ops, x_TD, cache, step, group)
-        norm = self.middle_norm
-        x_TD, residual_TD = ops.add_rms_norm(update, residual_TD, norm.weight, norm.eps)
-        return self.feed_forward.forward(ops, x_TD, group), residual_TD
+        normed, residual_TD = self.feed_forward.add_norm(ops, update, residual_TD, self.middle_norm)
+        return self.feed_forward.forward(ops, normed, group), residual_TD
 
 
 class Decoder:

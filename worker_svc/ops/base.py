@@ -103,6 +103,12 @@ class Ops(Protocol):
         """(norm(update + residual), update + residual)."""
         ...
 
+    def add_norm_route(
+        self, update: Update, residual_TD: Tensor, weight_D: Tensor, eps: float, router: Router
+    ) -> tuple[Any, Tensor]:
+        """`add_rms_norm` where `moe` with this router is what reads the norm: in whatever form `moe` likes."""
+        ...
+
     def linear(self, x_TK: Tensor, weight: Weight) -> Tensor: ...
 
     def gated_linear(self, x_TK: Tensor, weight: Weight) -> Tensor:
@@ -130,8 +136,8 @@ class Ops(Protocol):
         """[T, H * E]: softmax(q k^T * scale) v over each token's own and earlier keys."""
         ...
 
-    def moe(self, x_TD: Tensor, router: Router, experts: Weight, group: Group) -> Update:
-        """Router in fp32, ties to the lower expert id, experts summed in slot order in fp32."""
+    def moe(self, x_TD: Any, router: Router, experts: Weight, group: Group) -> Update:
+        """Router in fp32, ties to the lower expert id, experts summed in slot order in fp32. x: of `add_norm_route`."""
         ...
 
     def logits(self, x_RD: Tensor, weight: Weight) -> Tensor:

@@ -135,6 +135,11 @@ class CpuOps:
         residual = residual_TD + update
         return rms_norm(residual, weight_D, eps), residual
 
+    def add_norm_route(
+        self, update: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, router: Router
+    ) -> tuple[Tensor, Tensor]:
+        return self.add_rms_norm(update, residual_TD, weight_D, eps)
+
     def linear(self, x_TK: Tensor, weight: CpuWeight) -> Tensor:
         return matmul(x_TK, weight)
 
