@@ -202,7 +202,7 @@ def check(layer: Layer) -> bool:
     whole = layer.step(x, residual.clone(), number(TOKENS), "whole", dependent=False)
     same = (whole == want).all(1)
     error = float((whole.float() - want.float()).norm() / want.float().norm())
-    say("one chain of products agrees", error < 1e-2, f"relative error {error:.1e}, {int(same.sum())} rows of {TOKENS}")
+    say("one chain of products agrees", error < 3e-2, f"relative error {error:.1e}, {int(same.sum())} rows of {TOKENS}")
     return passed
 
 

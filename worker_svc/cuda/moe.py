@@ -159,7 +159,7 @@ def route_whole(
     x_TD: Tensor, router_XD: Tensor, slots: int, counts: Tensor, rows_1: Tensor,
     *, renormalise: bool, grouped: bool, dependent: bool = False,
 ) -> Routed:  # fmt: skip
-    """Logits and choice in one launch, a logit one chain of products: other bits. For `bench/moe_check.py` to compare."""
+    """Logits and choice in one launch, a logit one chain of products: other bits. For `bench/moe_check.py`."""
     tokens, width = x_TD.shape
     experts = len(router_XD)
     block_x = _block(experts)
