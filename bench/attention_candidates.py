@@ -62,7 +62,7 @@ def _hopper(**more: Any) -> Tuning:
 
 
 def _ring(programs: int, stages: int) -> Tuning:
-    return Tuning(hopper_decode=True, hopper_decode_programs=programs, hopper_decode_stages=stages)
+    return Tuning(hopper_decode_rows=1 << 20, hopper_decode_programs=programs, hopper_decode_stages=stages)
 
 
 CANDIDATES = {
@@ -278,7 +278,7 @@ def run(act: str, groups: list[list[str]], together: int, bound_s: float) -> dic
 def _groups(names: list[str], decode_in: int) -> list[list[str]]:
     """Kernels written by hand each in a process, the others in a few."""
     every = CANDIDATES | PLAINS
-    decode = [name for name in names if every[name].kind == "decode" and not every[name].tuning.hopper_decode]
+    decode = [name for name in names if every[name].kind == "decode" and name not in RINGS]
     cut = [decode[i::decode_in] for i in range(decode_in)]
     return [[name] for name in names if name not in decode] + [group for group in cut if group]
 

@@ -18,6 +18,7 @@ from worker_svc.parallel.group import Group, GroupLost, SingleGroup
 from worker_svc.runner import Pending, Runner
 
 logger = logging.getLogger(__name__)
+CLOSE_S = 10.0  # a step on its way may take so long, and is then left alone
 
 
 class LocalExecutor:
@@ -35,7 +36,7 @@ class LocalExecutor:
 
     def join(self, config: GroupConfig, group: Group | None = None) -> int:
         """Start an epoch over `group` (None: this process alone) with every slot empty; the number of KV blocks."""
-        self.close()
+        self.end()
         with self._joining:  # callers may overlap: one that waits here for a step to end, and the next one
             if self._epoch is not None and not self._epoch.wait_until_idle(config.step_timeout_s):
                 raise EpochLost(f"epoch {self._epoch.config.epoch} is still in a step and cannot be left")
@@ -57,9 +58,16 @@ class LocalExecutor:
             return _failed(EpochLost("no epoch is joined"))
         return self._epoch.step(batch)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """End the epoch, if there is one, without waiting for a step that runs."""
         if self._epoch is not None:
             self._epoch.end("left")
+
+    def close(self) -> None:
+        """End, and wait for a step that runs: a thread in a library's code would take an ending interpreter down."""
+        self.end()
+        if self._epoch is not None:
+            self._epoch.wait_until_idle(CLOSE_S)
 
 
 class _Epoch:

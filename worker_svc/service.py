@@ -138,7 +138,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if config.epoch > self._last_epoch + MAX_EPOCH_STEP:
                 _refuse(context, f"epoch {config.epoch} is beyond what can follow epoch {self._last_epoch}")
             self._last_epoch = config.epoch
-            executor.close()
+            executor.end()
             joined = self._joined = _Joined(config)
             if self._rank and not request.store_address:
                 _refuse(context, "a rank other than 0 needs the address of the store")

@@ -37,14 +37,16 @@ class EmbeddedDriver:
     def __enter__(self) -> "EmbeddedDriver":
         assert self._child.stdout is not None
         if self._child.stdout.readline().strip() != READY:
-            self.__exit__()
+            self.__exit__(AssertionError)
             raise AssertionError("the embedded engine did not start")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, type_: object = None, *_: object) -> None:
         assert self._child.stdin is not None
         self._child.stdin.close()
-        self._child.wait(60)
+        code = self._child.wait(60)
+        if type_ is None:
+            assert code == 0, f"the embedded engine ended with {code}"
 
     def close(self) -> None:
         pass

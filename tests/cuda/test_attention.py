@@ -76,7 +76,7 @@ def test_decode_on_hopper_has_the_bits_of_the_plain_kernel(
     paged = Paged(shape, lengths, "cuda", torch.bfloat16)
     for back in (0, 1, 70):
         spans = [(s, n - 1 - min(n - 1, back), 1) for s, n in enumerate(lengths)]
-        plain = paged.run(spans, Tuning(hopper_decode=False))
+        plain = paged.run(spans, Tuning(hopper_decode_rows=0))
         for programs, stages in ((2, 6), (1, 13), (3, 4)):
-            tuning = Tuning(hopper_decode=True, hopper_decode_programs=programs, hopper_decode_stages=stages)
+            tuning = Tuning(hopper_decode_rows=1 << 20, hopper_decode_programs=programs, hopper_decode_stages=stages)
             assert torch.equal(paged.run(spans, tuning), plain)

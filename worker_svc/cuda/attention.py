@@ -61,7 +61,7 @@ class Tuning:
     hopper_stages: int = 5
     hopper_turns: bool = False
     hopper_early: bool = False
-    hopper_decode: bool = False  # the kernel of `decode_hopper.py`, where it fits
+    hopper_decode_rows: int = 8  # steps of up to so many take the kernel of `decode_hopper.py`, where it fits
     hopper_decode_programs: int = 2  # of a multiprocessor
     hopper_decode_stages: int = 6  # tiles of 64 keys or values that a program has room for, at a width of 128
     shared_programs: int = 264
@@ -145,7 +145,7 @@ def decode(
 ) -> None:  # fmt: skip
     """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is
     kept."""
-    if tuning.hopper_decode and q.element_size() == 2 and decode_hopper.fits(shape):
+    if max_rows <= tuning.hopper_decode_rows and q.element_size() == 2 and decode_hopper.fits(shape):
         scale = LOG2E / shape.head_dim**0.5
         decode_hopper.decode(shape, q, k, v, rows, work, scale, SPLIT, tuning, dependent=dependent)
         fold(shape, rows, work, out, max_rows, tuning, dependent=dependent)

@@ -19,7 +19,7 @@ from torch import Tensor
 from worker_svc.ops.matmul import CpuWeight, Library, MatmulPath, matmul, onednn_available, own_product, prepare
 
 ROWS = (1, 2, 3, 5, 9, 16, 17, 33, 48, 300)
-SHAPES = ((576, 192), (1536, 96), (200, 328))  # (K, N)
+SHAPES = ((576, 192), (1536, 96), (200, 328), (64, 384), (128, 320))  # (K, N)
 SHARDS = ((0, 96), (48, 96), (32, 64), (17, 1), (40, 24))
 MULTIPLES = (1, 2, 4, 8, 16)
 TILES = (32, 16, 8)
@@ -144,14 +144,12 @@ def _libraries(dtype: torch.dtype) -> tuple[Library, ...]:
 
 def _candidates(dtype: torch.dtype) -> Iterator[MatmulPath]:
     """In the order in which they are tried: a fact of the machine, never of timing."""
-    own = [MatmulPath("fma")] if _compiled_serves(dtype) else []
-    if own and not _library_is_faster(dtype):
-        yield from own
+    if _compiled_serves(dtype):
+        yield MatmulPath("fma")
     libraries = _libraries(dtype)
     for library in libraries:
         for multiple in MULTIPLES[:2]:
             yield MatmulPath(library, multiple)
-    yield from own  # before rows are padded to many more
     for library in libraries:
         for multiple in MULTIPLES[2:]:
             yield MatmulPath(library, multiple)
