@@ -30,7 +30,7 @@ from worker_svc.cuda import attention  # noqa: E402
 from worker_svc.cuda.attention import RECORD, SPLIT, Shape, Tuning, Work  # noqa: E402
 from worker_svc.cuda.step_state import PARAMETERS  # noqa: E402
 
-PLAIN = Tuning(hopper_prefill=False, fold_ahead=1, fold_width=128)
+PLAIN = Tuning(hopper_prefill=False, hopper_decode_rows=0, fold_ahead=1, fold_width=128)
 DEVICE, DTYPE = "cuda", torch.bfloat16
 CHECK_S, TIME_S, MORE_S = 90, 60, 10  # of a process, and for each further candidate in it
 SHAPES = {"8B": Shape(32, 8, 128, 64), "0.6B": Shape(16, 8, 128, 64)}
@@ -74,17 +74,17 @@ CANDIDATES = {
     "stages5turns": Candidate("prefill", _hopper(hopper_stages=5, hopper_turns=True)),
     "stages5early": Candidate("prefill", _hopper(hopper_stages=5, hopper_early=True)),
     "stages5earlyturns": Candidate("prefill", _hopper(hopper_stages=5, hopper_early=True, hopper_turns=True)),
-    "fold4": Candidate("decode", Tuning(fold_ahead=4)),
-    "fold8": Candidate("decode", Tuning(fold_ahead=8)),
-    "fold8shapes": Candidate("decode", Tuning(fold_ahead=8), tuple(MORE_SHAPES), timed=False),
-    "fold16": Candidate("decode", Tuning(fold_ahead=16)),
-    "fold8wide": Candidate("decode", Tuning(fold_ahead=8, fold_width=128)),
-    "fold8narrow": Candidate("decode", Tuning(fold_ahead=8, fold_rows=256)),
-    "programs528": Candidate("decode", Tuning(decode_programs=528)),
-    "programs2112": Candidate("decode", Tuning(decode_programs=2112)),
-    "programs4224": Candidate("decode", Tuning(decode_programs=4224)),
-    "warps1": Candidate("decode", Tuning(decode_programs=2112, decode_warps=1)),
-    "stages5decode": Candidate("decode", Tuning(decode_stages=5)),
+    "fold4": Candidate("decode", Tuning(hopper_decode_rows=0, fold_ahead=4)),
+    "fold8": Candidate("decode", Tuning(hopper_decode_rows=0, fold_ahead=8)),
+    "fold8shapes": Candidate("decode", Tuning(hopper_decode_rows=0, fold_ahead=8), tuple(MORE_SHAPES), timed=False),
+    "fold16": Candidate("decode", Tuning(hopper_decode_rows=0, fold_ahead=16)),
+    "fold8wide": Candidate("decode", Tuning(hopper_decode_rows=0, fold_ahead=8, fold_width=128)),
+    "fold8narrow": Candidate("decode", Tuning(hopper_decode_rows=0, fold_ahead=8, fold_rows=256)),
+    "programs528": Candidate("decode", Tuning(hopper_decode_rows=0, decode_programs=528)),
+    "programs2112": Candidate("decode", Tuning(hopper_decode_rows=0, decode_programs=2112)),
+    "programs4224": Candidate("decode", Tuning(hopper_decode_rows=0, decode_programs=4224)),
+    "warps1": Candidate("decode", Tuning(hopper_decode_rows=0, decode_programs=2112, decode_warps=1)),
+    "stages5decode": Candidate("decode", Tuning(hopper_decode_rows=0, decode_stages=5)),
     "ring2x6": Candidate("decode", _ring(2, 6)),
     "ring2x6shapes": Candidate("decode", _ring(2, 6), tuple(MORE_SHAPES), timed=False),
     "ring2x6shapes2": Candidate("decode", _ring(2, 6), tuple(DECODE_SHAPES), timed=False),
@@ -278,7 +278,7 @@ def run(act: str, groups: list[list[str]], together: int, bound_s: float) -> dic
 def _groups(names: list[str], decode_in: int) -> list[list[str]]:
     """Kernels written by hand each in a process, the others in a few."""
     every = CANDIDATES | PLAINS
-    decode = [name for name in names if every[name].kind == "decode" and name not in RINGS]
+    decode = [name for name in names if every[name].kind == "decode" and every[name].tuning.hopper_decode_rows == 0]
     cut = [decode[i::decode_in] for i in range(decode_in)]
     return [[name] for name in names if name not in decode] + [group for group in cut if group]
 

@@ -122,8 +122,13 @@ def chunk_aligned_splits() -> Iterator[None]:
         chosen = honest if (segments[:, 2] == 1).all() else other
         chosen(queries, keys, values, tables, segments, *rest)
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several share the honest loop out by its address
     with mock.patch.object(compiled, "SPLIT", 64), mock.patch.object(compiled, "attend", attend):
-        yield
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 @mutant
