@@ -80,8 +80,9 @@ OPERATOR_AXES = (
     "place",
     "deaths",
 )
-# The axes of a deployment on a GPU, where threads do not matter; one GPU is one rank and holds one model at a time.
-CUDA_AXES = ("chunk", "blocks", "block_size", "depth", "sample_at", "prefix_cache", "place", "deaths", "graphs")
+# The axes of a deployment on a GPU, where threads do not matter and one GPU is one rank. Where rows are sampled is a
+# part of the fingerprint: the device computes logprobs in fp32, the host in fp64.
+CUDA_AXES = ("chunk", "blocks", "block_size", "depth", "prefix_cache", "place", "deaths", "graphs")
 
 
 def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: int, missing: set[str]) -> Deployment:
@@ -95,12 +96,12 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
             else getattr(plain, axis)
         )
 
-    at = value("sample_at", "scheduler")
+    on_gpu = plain.device != "cpu"
+    at = plain.sample_at if on_gpu else value("sample_at", "scheduler")
     if "depth" in missing and "sample_at" in missing:
         at = "worker"  # sampling at the scheduler has depth 1: one of the two at a time
     # The first deployment of a run tries what needs services; the one beside it may be one process.
     place = value("place", "one process") if "deaths" not in missing else plain.place
-    on_gpu = plain.device != "cpu"
     block_size = value("block_size", *((32, 64) if on_gpu else (8, 32)))
     fewest = -(-max_len // block_size)
     return replace(
