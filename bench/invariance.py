@@ -160,7 +160,7 @@ class Campaign:
 
     def _axes(self, deployment: Deployment, stats: dict[str, float]) -> list[str]:
         """Operator's axes that this deployment has really tried."""
-        moved = [axis for axis in OPERATOR_AXES if getattr(deployment, axis) != getattr(self.plain, axis)]
+        moved = [axis for axis in (*OPERATOR_AXES, "graphs") if getattr(deployment, axis) != getattr(self.plain, axis)]
         evidence = {
             "blocks": stats.get("preemptions_total", 0),
             "prefix_cache": stats.get("prefix_cache_hits_total", 0),
