@@ -63,6 +63,7 @@ $(VENV)/.torch: $(VENV)/.made
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing lockstep[demo]"
 	@$(PIP) -e ".[demo]" || { echo "pip could not install the project; the lines above say why." >&2; exit 1; }
+	@echo "compiling the CPU's loops"; $(BIN)/python -m worker_svc.ops.precompile
 	@touch $@
 
 # The kernels' interpreter tests need Triton, which the CPU build of torch does not bring.
@@ -70,4 +71,5 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing lockstep[dev]"
 	@$(PIP) -e ".[dev,openai,otel]" || { echo "pip could not install the project; the lines above say why." >&2; exit 1; }
 	@test -e /dev/nvidia0 || test "$$(uname -sm)" != "Linux x86_64" || $(PIP) "triton==3.6.0"
+	@echo "compiling the CPU's loops"; $(BIN)/python -m worker_svc.ops.precompile
 	@touch $@ $(VENV)/.demo
