@@ -116,7 +116,11 @@ def measure(pipe: Any, plan: Plan, streams: int, seconds: float, flood_messages:
     for name in ("tpot", "itl", "e2el"):
         for statistic, of in STATISTICS.items():
             found, true = float(of(mine[name])), float(of(theirs[name]))
-            rows[f"{statistic}_{name}"] = {"client_ms": found, "server_ms": true, "error": found / true - 1}
+            rows[f"{statistic}_{name}"] = {
+                "client_ms": found,
+                "server_ms": true,
+                "error": (found - true) / max(true, 1e-3),
+            }
             worst = max(worst, abs(found / true - 1)) if statistic != "p99" else worst
             print(f"{statistic + ' ' + name:14} client {found:9.3f} ms, server {true:9.3f} ms, {found / true - 1:+.2%}")
     client = paced.client
