@@ -2,8 +2,8 @@
 
     python -m worker_svc.ops.precompile
 
-About half a minute of one core, once. Does nothing where numba is absent. A worker that finds no cache compiles the same
-loops by itself, only later.
+About half a minute of one core, once. Does nothing where numba is absent. A worker that finds no cache compiles the
+same loops by itself, only later.
 """
 
 import torch
