@@ -114,7 +114,7 @@ class _Connection:
                     self._socket.sendall(b"".join(self._out))
                     self._out.clear()
         except OSError:
-            pass  # the client is gone
+            return  # the client is gone
         finally:
             self._socket.close()
 
