@@ -16,9 +16,12 @@ from tests.worker import huggingface, jobs
 from tests.worker.driver import Driver
 from tests.worker.mutants import MUTANTS
 from tests.worker.rank_pool import RankPool
+from worker_svc.loading import reading
 from worker_svc.loading.snapshot import SnapshotRefused
 from worker_svc.models import check_snapshot, load_model
-from worker_svc.spec import ModelRefused
+from worker_svc.models.decoder import Decoder
+from worker_svc.models.load import NO_OPS
+from worker_svc.spec import ModelRefused, Shard
 
 PROMPT = list(range(3, 103))
 
@@ -167,6 +170,39 @@ def test_any_source_type_is_cast(source: torch.dtype, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, "llama", dtype=source)
     expected = huggingface.logits(huggingface.load(folder), PROMPT)
     assert (Driver(load_model(folder, dtype="float32")).logits(PROMPT) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("threads", (1, 3))
+@pytest.mark.parametrize("target", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("tp", (1, 2))
+def test_pieces_buffers_and_threads_change_no_byte(
+    tp: int, target: torch.dtype, threads: int, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is read as it is or cast, short runs and long ones, in huge pages or not."""
+    for name, size in (("PIECE_BYTES", 512), ("BUFFER_BYTES", 96), ("HUGE_BYTES", 10_000)):
+        monkeypatch.setattr(reading, name, size)
+    whole = {name: tensor for shard in shards(sharded) for name, tensor in load_file(shard).items()}
+    checked, before = check_snapshot(sharded, tp), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    reader = reading.Reader(checked.snapshot, target, torch.device("cpu"))
+    try:
+        for parameter in Decoder(checked.family, checked.spec, Shard(tp - 1, tp), NO_OPS).parameters():
+            parts = [whole[s.name].narrow(s.dim, s.part.start, len(s.part)) for s in parameter.slices]
+            assert torch.equal(reader.read(parameter), torch.cat(parts).to(target)), parameter.slices
+    finally:
+        reader.close()
+        torch.set_num_threads(before)
+
+
+def test_a_file_that_ends_while_it_is_read_is_named(sharded: Path) -> None:
+    checked = check_snapshot(sharded)
+    victim = shards(sharded)[1]
+    victim.write_bytes(victim.read_bytes()[:-1024])
+    reader = reading.Reader(checked.snapshot, torch.float32, torch.device("cpu"))
+    with pytest.raises(SnapshotRefused, match=victim.name):
+        for parameter in Decoder(checked.family, checked.spec, Shard(), NO_OPS).parameters():
+            reader.read(parameter)
+    reader.close()
 
 
 # --- configs -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker_svc.ops import invariance, plain_product, product, product_loops, tiles
+from worker_svc.ops import invariance, packing, plain_product, product, product_loops, tiles
 from worker_svc.ops.companion import companion
 from worker_svc.ops.matmul import MatmulPath, prepare
 
@@ -137,6 +137,20 @@ def test_a_packed_table_still_has_its_rows(outputs: int, dtype: torch.dtype) -> 
     packed = product.pack(w, consume=True)
     assert (packed.panels.data_ptr() == w.data_ptr()) == (outputs % 16 == 0)  # whole panels are turned where they lie
     assert same(product.rows_of(packed, torch.arange(outputs)), kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", (0, 1, 31, 32, 50, 97, 576))
+def test_rows_are_turned_into_panels(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "CHUNK_ITEMS", 2000)
+    rows, threads = drawn(16 * 11, k, dtype), torch.get_num_threads()
+    expected = rows.view(11, 16, k).transpose(1, 2).contiguous()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert same(packing.turn_into_panels(rows.clone()), expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_callers_at_once_are_safe() -> None:

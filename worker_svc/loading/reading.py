@@ -1,13 +1,21 @@
 """Tensor data from a snapshot into a rank's parameters: only its slices, each byte once.
 
 Knows byte offsets and casts. Does not know layers beyond the slices they declare. Invariant: bytes read from disk equal
-the bytes of the declared slices in the checkpoint's dtype; nothing is mapped, so peak memory is what is kept plus one
-bounded buffer.
+the bytes of the declared slices in the checkpoint's dtype; no file is mapped, so peak memory is what is kept plus two
+bounded buffers.
+
+What is kept as it is stored is read to where it stays, by all threads, into huge pages where the kernel has them: page
+by page, handing out fresh memory would take longer than reading. What is cast, or goes to another device, is read ahead
+by one buffer.
 """
 
+import contextlib
 import math
+import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +23,9 @@ from torch import Tensor
 from worker_svc.layers.parameter import Parameter, Slice
 from worker_svc.loading.snapshot import DTYPE_NAMES, Snapshot, SnapshotRefused, StoredTensor
 
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 8 << 20
+PIECE_BYTES = 1 << 20  # what a thread reads at a time
+HUGE_BYTES = 2 << 20  # tensors from this size on lie in huge pages
 
 # Buffers that some writers save; they hold nothing that the config does not say.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias")
@@ -44,6 +54,15 @@ def check_inventory(snapshot: Snapshot, declared: Iterable[Slice], tied: tuple[s
         raise SnapshotRefused(violations)
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Contiguous bytes of a file."""
+
+    stored: StoredTensor
+    offset: int
+    count: int
+
+
 class Reader:
     """Reads declared slices. `bytes_read` counts what came from the files."""
 
@@ -51,84 +70,146 @@ class Reader:
         self._snapshot = snapshot
         self._dtype = dtype
         self._device = device
-        self._buffer = bytearray()
+        self._helpers = torch.get_num_threads() - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), "reader")
+        self._buffers: tuple[Tensor, Tensor] | None = None
         self._files: dict[str, int] = {}
         self.bytes_read = 0
 
     def read(self, parameter: Parameter) -> Tensor:
         """The parameter's tensor on the device, contiguous and owned, cast from the checkpoint's dtype."""
-        target = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+        target = self._room(parameter.shape)
         row = 0
+        kept: list[tuple[_Run, memoryview]] = []
         for part in parameter.slices:
             rows = part.kept_shape[0]
-            self._read_into(target[row : row + rows], part)
+            into = target[row : row + rows].view(-1)
             row += rows
+            if not into.numel():
+                continue
+            stored = self._snapshot.tensors[part.name]
+            if getattr(torch, DTYPE_NAMES[stored.dtype]) == self._dtype and self._device.type == "cpu":
+                kept += _places(_runs(stored, part, PIECE_BYTES), _bytes_of(into))
+            else:
+                self._cast(_runs(stored, part, BUFFER_BYTES), stored, into)
+        self._read_all(kept)
         return target
 
     def close(self) -> None:
+        self._pool.shutdown()
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
 
-    def _read_into(self, target: Tensor, part: Slice) -> None:
-        if not target.numel():
-            return
-        stored = self._snapshot.tensors[part.name]
-        source_dtype = getattr(torch, DTYPE_NAMES[stored.dtype])
-        # A slice along `dim` is `runs` runs of contiguous items, `stride` apart.
-        inner = math.prod(stored.shape[part.dim + 1 :])
-        run, stride = len(part.part) * inner, stored.shape[part.dim] * inner
-        runs, first = math.prod(stored.shape[: part.dim]), part.part.start * inner
-        flat, item = target.view(-1), stored.item_bytes
-        if run == stride:
-            runs, run, stride = 1, runs * run, runs * stride
-        if source_dtype == self._dtype and self._device.type == "cpu":
-            bytes_of = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-            for r in range(runs):
-                into = bytes_of[r * run * item : (r + 1) * run * item]
-                self._pread(stored, into, stored.begin + (r * stride + first) * item)
-            return
-        step = max(1, BUFFER_BYTES // item)
-        done = 0
-        pieces = ((r * stride + first + o, min(step, run - o)) for r in range(runs) for o in range(0, run, step))
-        for chunk in _batches(pieces, step):
-            items = sum(count for _, count in chunk)
-            buffer = self._room(items * item)
-            filled = 0
-            for offset, count in chunk:
-                self._pread(stored, buffer[filled : filled + count * item], stored.begin + offset * item)
-                filled += count * item
-            flat[done : done + items].copy_(torch.frombuffer(buffer, dtype=source_dtype, count=items))
-            done += items
+    def _room(self, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * self._dtype.itemsize
+        if self._device.type != "cpu" or size < HUGE_BYTES:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as the tensor
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=self._dtype).view(shape)
 
-    def _room(self, size: int) -> memoryview:
-        if len(self._buffer) < size:
-            self._buffer = bytearray(size)
-        return memoryview(self._buffer)[:size]
+    def _read_all(self, places: list[tuple[_Run, memoryview]]) -> None:
+        """Each run to its place. Short ones by this thread alone: two would wait for the interpreter, not for bytes."""
+        for run, _ in places:
+            self._descriptor(run.stored)
+        total = sum(run.count for run, _ in places)
+        helpers = self._helpers if total >= len(places) * (PIECE_BYTES >> 4) and total > PIECE_BYTES else 0
+        left = iter(places)  # taken one at a time by whoever is free
+        waiting = [self._pool.submit(self._take, left) for _ in range(helpers)]
+        try:
+            self._take(left)
+        finally:
+            for future in waiting:
+                future.result()
+        self.bytes_read += total
 
-    def _pread(self, stored: StoredTensor, into: memoryview, offset: int) -> None:
+    def _take(self, places: Iterator[tuple[_Run, memoryview]]) -> None:
+        for run, into in places:
+            self._pread(run, into)
+
+    def _cast(self, runs: Iterable[_Run], stored: StoredTensor, target: Tensor) -> None:
+        """While one buffer is cast or sent to the device, the other one is filled."""
+        self._descriptor(stored)
+        dtype, item = getattr(torch, DTYPE_NAMES[stored.dtype]), stored.item_bytes
+        self._buffers = self._buffers or (_buffer(), _buffer())
+        batches = _batches(runs, BUFFER_BYTES)
+        filled = self._pool.submit(self._fill, next(batches), self._buffers[0])
+        turn = done = 0
+        while True:
+            count = filled.result()
+            ready, batch = self._buffers[turn][:count], next(batches, None)
+            turn = 1 - turn
+            if batch is not None:
+                filled = self._pool.submit(self._fill, batch, self._buffers[turn])
+            self.bytes_read += count
+            target[done : done + count // item].copy_(ready.view(dtype))
+            done += count // item
+            if batch is None:
+                return
+
+    def _fill(self, runs: list[_Run], buffer: Tensor) -> int:
+        into, filled = _bytes_of(buffer), 0
+        for run in runs:
+            self._pread(run, into[filled : filled + run.count])
+            filled += run.count
+        return filled
+
+    def _descriptor(self, stored: StoredTensor) -> int:
         key = str(stored.file)
         if key not in self._files:
             self._files[key] = os.open(key, os.O_RDONLY)
+        return self._files[key]
+
+    def _pread(self, run: _Run, into: memoryview) -> None:
         got = 0
-        while got < len(into):
-            count = os.preadv(self._files[key], [into[got:]], offset + got)
+        while got < run.count:
+            count = os.preadv(self._descriptor(run.stored), [into[got:]], run.offset + got)
             if count == 0:
-                raise SnapshotRefused([f"{stored.file} ended while it was read"])
+                raise SnapshotRefused([f"{run.stored.file} ended while it was read"])
             got += count
-        self.bytes_read += got
 
 
-def _batches(pieces: Iterable[tuple[int, int]], limit: int) -> Iterable[list[tuple[int, int]]]:
-    """Consecutive pieces whose items together stay within `limit`."""
-    batch: list[tuple[int, int]] = []
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _buffer() -> Tensor:
+    return torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+
+
+def _runs(stored: StoredTensor, part: Slice, most: int) -> Iterator[_Run]:
+    """A slice along `dim` as contiguous bytes of its file, in order, none longer than `most`."""
+    inner = math.prod(stored.shape[part.dim + 1 :]) * stored.item_bytes
+    count, stride = len(part.part) * inner, stored.shape[part.dim] * inner
+    repeats, first = math.prod(stored.shape[: part.dim]), stored.begin + part.part.start * inner
+    if count == stride:
+        repeats, count = 1, repeats * count
+    for r in range(repeats):
+        for begin in range(0, count, most):
+            yield _Run(stored, first + r * stride + begin, min(most, count - begin))
+
+
+def _places(runs: Iterable[_Run], into: memoryview) -> Iterator[tuple[_Run, memoryview]]:
+    """Each run with its part of `into`, one after the other."""
+    done = 0
+    for run in runs:
+        yield run, into[done : done + run.count]
+        done += run.count
+
+
+def _batches(runs: Iterable[_Run], limit: int) -> Iterator[list[_Run]]:
+    """Consecutive runs whose bytes together stay within `limit`."""
+    batch: list[_Run] = []
     held = 0
-    for piece in pieces:
-        if batch and held + piece[1] > limit:
+    for run in runs:
+        if batch and held + run.count > limit:
             yield batch
             batch, held = [], 0
-        batch.append(piece)
-        held += piece[1]
+        batch.append(run)
+        held += run.count
     if batch:
         yield batch
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from worker_svc.ops import product_loops as loops
 from worker_svc.ops.companion import companion
 from worker_svc.ops.edges import edges
+from worker_svc.ops.packing import turn_into_panels
 from worker_svc.ops.tiles import LANES, tiles
 
 BLOCK_FLOATS = 1 << 16  # of rows that a chunk holds beside the panels it reads: half of a small second-level cache
 CHUNK_WORK = 800_000  # multiplications, about 15 us
 CHUNKS_A_THREAD = 8
 MOST_PLANS = 256
-PACK_FLOATS = 1 << 18  # of a weight that are turned at a time
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,12 +60,7 @@ def pack(
     if spare or not consume:
         apart = weight_NK.view(halves, outputs, k)
         weight_NK = F.pad(apart, (0, 0, 0, spare)) if spare else apart.clone()
-    panels = weight_NK.view(-1, LANES * k)
-    step = max(1, PACK_FLOATS // max(1, LANES * k))
-    for begin in range(0, len(panels) if k else 0, step):
-        part = panels[begin : begin + step]
-        part.copy_(part.view(-1, LANES, k).transpose(1, 2).reshape(len(part), -1))
-    panels = panels.view(-1, k, LANES)
+    panels = turn_into_panels(weight_NK.view(-1, k))
     if bias_N is not None:
         bias_N = F.pad(bias_N.float(), (0, spare))
     half = panels.dtype == torch.bfloat16
