@@ -96,7 +96,8 @@ class Layer:
         out = torch.empty_like(update)
         options: dict[str, bool] = {"launch_pdl": True} if dependent else {}
         rows.add_norm_kernel[(tokens,)](
-            update, residual, self.scale, out, count, width, EPSILON, ADD=True, BLOCK=1 << (width - 1).bit_length(),
+            update, residual, residual, self.scale, out, count, width, EPSILON, ADD=True,
+            BLOCK=1 << (width - 1).bit_length(),
             DEPENDENT=dependent, num_warps=rows.WARPS, **options,
         )  # fmt: skip
         return out, residual

@@ -18,6 +18,7 @@ from worker_svc.cuda.attention import (
     prefill,
     tile_tokens,
 )
+from worker_svc.cuda.decode_hopper import Unrotated
 from worker_svc.cuda.step_state import PARAMETERS
 
 
@@ -74,23 +75,11 @@ class Paged:
     def run(self, spans: list[tuple[int, int, int]], tuning: Tuning, *, shared: bool = False) -> torch.Tensor:
         """Attention of positions first .. first + new of each (sequence, first, new): [sum of new, H, D]."""
 
-        def column(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-        starts = [0]
-        for _, _, new in spans:
-            starts.append(starts[-1] + new)
         height = tile_tokens(self.shape, tuning)
         tiles = [(r, t) for r, (_, _, new) in enumerate(spans) if new > 1 for t in range(0, new, height)][
             ::-1
         ]  # as in a step: late first
-        rows = Rows(
-            self.state, self.tables, column([s for s, _, _ in spans]), column(starts),
-            column([first for _, first, _ in spans]),
-            column([first + 1 if new == 1 else 0 for _, first, new in spans]), column([len(spans)]),
-            column([r for r, _ in tiles] or [0]), column([t for _, t in tiles] or [0]), column([len(tiles)]),
-            self.groups, column(self.items or [0]), column([len(self.items)]),
-        )  # fmt: skip
+        rows = self._rows(spans, tiles)
         offsets = [sum(self.lengths[:s]) for s in range(len(self.lengths))]
         q = torch.cat([self.q[offsets[s] + first : offsets[s] + first + new] for s, first, new in spans])
         out = torch.full_like(q, float("nan"))
@@ -101,6 +90,35 @@ class Paged:
         decode(self.shape, q, self.k, self.v, rows, work, out, len(spans), tuning)
         prefill(self.shape, q, self.k, self.v, rows, out, len(tiles) + 1, tuning)
         return out
+
+    def decode_all(
+        self, q: torch.Tensor | Unrotated, k: torch.Tensor, v: torch.Tensor, tuning: Tuning, *, dependent: bool = False
+    ) -> torch.Tensor:
+        """Attention of every sequence's last position, over other caches."""
+        shape = self.shape
+        rows = self._rows([(s, n - 1, 1) for s, n in enumerate(self.lengths)], [])
+        out = torch.full((len(q), shape.heads, shape.head_dim), float("nan"), device=self.device, dtype=k.dtype)
+        work = Work(shape, len(self.lengths), max(self.lengths), self.device)
+        plan(shape, rows, work, len(q))
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        decode(shape, q, k, v, rows, work, out, len(q), tuning, dependent=dependent)
+        return out
+
+    def _rows(self, spans: list[tuple[int, int, int]], tiles: list[tuple[int, int]]) -> Rows:
+        def column(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        starts = [0]
+        for _, _, new in spans:
+            starts.append(starts[-1] + new)
+        return Rows(
+            self.state, self.tables, column([s for s, _, _ in spans]), column(starts),
+            column([first for _, first, _ in spans]),
+            column([first + 1 if new == 1 else 0 for _, first, new in spans]), column([len(spans)]),
+            column([r for r, _ in tiles] or [0]), column([t for _, t in tiles] or [0]), column([len(tiles)]),
+            self.groups, column(self.items or [0]), column([len(self.items)]),
+        )  # fmt: skip
 
     def reference(self, spans: list[tuple[int, int, int]]) -> torch.Tensor:
         shape, outs = self.shape, []

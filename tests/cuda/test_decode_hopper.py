@@ -10,7 +10,10 @@ import torch
 
 from tests.cuda import gluon_model
 from tests.cuda.gluon_model import Descriptor, Model, Pointer, Stuck
-from worker_svc.cuda.attention import LOG2E, SPLIT
+from tests.cuda.paged import Paged
+from worker_svc.cuda.attention import LOG2E, SPLIT, Shape, Tuning, rotates
+from worker_svc.cuda.decode_hopper import Unrotated
+from worker_svc.cuda.rows import rope_write_kernel
 
 kernel = pytest.importorskip("worker_svc.cuda.decode_hopper_kernel")
 
@@ -43,9 +46,9 @@ def run(lengths: list[int], *, kv_heads: int = 2, group: int = 3, width: int = 6
             *(Descriptor(cache.view(-1, width), min(64, page)) for cache in (k, v)),
             Pointer(blocks.flatten()), per_row, column(list(range(rows))), column(list(range(rows))), column(lengths),
             column([row for row, _ in work]), column([split for _, split in work]), column(list(range(items))),
-            column([items]), Pointer(acc), Pointer(sums), Pointer(m), LOG2E / width**0.5,
+            column([items]), Pointer(acc), Pointer(sums), Pointer(m), LOG2E / width**0.5, *[None] * 7, 0.0, 0.0,
             KV_HEADS=kv_heads, G=group, HEADS=8 if group <= 8 else 16, D=width, PAGE=page, WINDOW=window, SPLIT=SPLIT,
-            STAGES=stages, DEPENDENT=False,
+            STAGES=stages, FRESH=False, CLIP=False, NORM=False, DEPENDENT=False, EARLY=False,
         )  # fmt: skip
     acc, sums, m = acc.view(items, heads, width), sums.view(items, heads), m.view(items, heads)
     error = 0.0
@@ -112,3 +115,52 @@ def test_the_model_sees(old: str, new: str, tmp_path: Path, monkeypatch: pytest.
     spec.loader.exec_module(mutant)
     with pytest.raises((AssertionError, Stuck)):
         assert run([900, 70], stages=5, programs=1, module=mutant) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [None, 1.5])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(32, 8, 128, 64),
+        Shape(16, 8, 128, 64),
+        Shape(6, 1, 64, 16),
+        Shape(8, 4, 128, 128),
+        Shape(8, 2, 128, 32, 100),
+    ],
+)
+def test_on_a_gpu_rows_rotated_along_have_the_bits_of_two_kernels(
+    shape: Shape, normed: bool, clip: float | None
+) -> None:
+    heads, width = shape.heads + 2 * shape.kv_heads, shape.head_dim
+    generator = torch.Generator("cuda").manual_seed(heads)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, device="cuda")
+
+    if not rotates(shape, torch.bfloat16, 1, Tuning()):
+        pytest.skip("no Hopper")
+    for lengths in ([1], [64, 65], [700, 256, 257, 1], [3, 320, 511, 512, 513, 900, 130, 60]):
+        rows = len(lengths)
+        paged = Paged(shape, lengths, "cuda", torch.bfloat16)
+        qkv, q_weight, k_weight = (normal(*of).bfloat16() for of in ((rows, heads * width), (width,), (width,)))
+        cosines, sines = (normal(1024, width // 2) for _ in range(2))
+        numbers = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+        positions = torch.tensor(lengths, dtype=torch.int32, device="cuda") - 1
+        k, v = paged.k.clone(), paged.v.clone()
+        q = torch.zeros(rows, shape.heads, width, device="cuda").bfloat16()
+        rope_write_kernel[(rows, -(-heads // 8))](
+            qkv, q_weight, k_weight, cosines, sines, positions, numbers, paged.tables, paged.tables.stride(0), q, k, v,
+            numbers[rows:], 1e-6, clip or 0.0, CLIP=clip is not None, HEADS=shape.heads, KV_HEADS=shape.kv_heads,
+            D=width, PAGE=shape.block_size, NORM=normed, GROUP=8, DEPENDENT=False, num_warps=4,
+        )  # fmt: skip
+        want = paged.decode_all(q, k, v, Tuning(hopper_decode_rows=0))
+        assert want.isfinite().all()
+        for early, dependent in ((False, False), (False, True), (True, True)):
+            weights = (q_weight, k_weight) if normed else (None, None)
+            fresh = Unrotated(qkv, *weights, 1e-6, clip, cosines, sines, early)
+            my_k, my_v = paged.k.clone(), paged.v.clone()
+            out = paged.decode_all(fresh, my_k, my_v, Tuning(), dependent=dependent)
+            assert torch.equal(my_k, k) and torch.equal(my_v, v), (lengths, early, dependent)
+            assert torch.equal(out, want), (lengths, early, dependent)

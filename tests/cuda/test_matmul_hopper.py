@@ -14,6 +14,8 @@ from tests.cuda import gluon_model
 from tests.cuda.gluon_model import Barrier, Model, Pointer, Stuck
 from worker_svc.cuda import matmul_hopper
 from worker_svc.cuda.matmul import Tile, interleave_gate, linear
+from worker_svc.cuda.matmul_hopper import Unnormed
+from worker_svc.cuda.rows import add_norm_kernel
 
 kernel = pytest.importorskip("worker_svc.cuda.matmul_hopper_kernel")
 PANEL = matmul_hopper.PANEL
@@ -139,10 +141,11 @@ def run(tile: Tile, n: int, k: int, height: int, rows: int, *, programs: int = 3
         Machine(program, programs).run(
             module, "hopper_kernel", Boxes(x, [tile.block_m, PANEL]), w_boxes,
             Boxes(out, [tile.block_m, tile.block_n // (2 if gated else 1)]) if boxed else w_boxes,
-            Typed(out.view(-1)), Pointer(bias), Pointer(torch.tensor([rows])), n, k, width, -(-n // tile.block_n),
+            Typed(out.view(-1)), Pointer(bias), Pointer(torch.tensor([rows])), None, None, None, None, 0.0,
+            n, k, width, -(-n // tile.block_n),
             HEIGHT=tile.block_m, CUT=tile.block_n, WINDOW=matmul_hopper.window(tile), BOX=matmul_hopper.box(tile),
             BLOCK_K=tile.block_k, STAGES=tile.stages, GROUP=tile.group_m, ONE=height <= tile.block_m,
-            WARPS=tile.warps, GATED=gated, BIASED=biased, BOXED=boxed, DEPENDENT=False,
+            WARPS=tile.warps, GATED=gated, BIASED=biased, BOXED=boxed, NORMED=0, LIVE=0, DEPENDENT=False, LATE=False,
         )  # fmt: skip
     want = x @ w.T + (bias if biased else 0.0)
     if gated:
@@ -261,3 +264,36 @@ def test_on_a_gpu_every_tile_has_the_bits_of_its_twin(gated: bool, dependent: bo
             for out, each in zip(outs, (tile, Tile(16, 64, 128, 4, 4)), strict=True):
                 linear(x, w, out, rows, each, gated=gated, dependent=dependent)
             assert torch.equal(*outs), (tile, height)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("columns", matmul_hopper.NORMED_COLUMNS)
+def test_on_a_gpu_a_product_that_norms_its_rows_has_the_bits_of_norm_and_product(columns: int, gated: bool) -> None:
+    if matmul_hopper.kernel() is None:
+        pytest.skip("no Hopper")
+    generator = torch.Generator("cuda").manual_seed(columns)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    w, weight = normal(4112, columns), normal(columns)
+    for height in matmul_hopper.NORMED_ROWS:
+        for live in {1, height}:
+            update, residual = normal(height, columns), normal(height, columns) * 8
+            rows = torch.tensor([live], dtype=torch.int32, device="cuda")
+            normed, total = torch.zeros_like(update), torch.zeros_like(update)
+            add_norm_kernel[(height,)](
+                update, residual, total, weight, normed, rows, columns, 1e-6, ADD=True, BLOCK=columns,
+                DEPENDENT=False, num_warps=8,
+            )  # fmt: skip
+            want = torch.zeros(height, 2056 if gated else 4112, device="cuda").bfloat16()
+            linear(normed, w, want, rows, Tile(16, 64, 128, 4, 4), gated=gated)
+            for tile, late in ((hopper(8, 48, 256, 8), False), (hopper(8, 192, 128, 4), True)):
+                norming = matmul_hopper.norming(tile, columns)
+                assert norming is not None
+                left = Unnormed(update, residual, torch.zeros_like(total), weight, 1e-6)
+                out = torch.zeros_like(want)
+                assert linear(left, w, out, rows, norming, gated=gated, dependent=True, late=late) == late
+                assert torch.equal(left.total, total), (tile, height, live)
+                assert torch.equal(out, want), (tile, height, live)

@@ -217,7 +217,7 @@ def test_the_sum_with_the_next_norm_has_the_bits_of_both(device: str, dtype: tor
     update = layer.run(x)
     want, total = torch.empty_like(x), residual.clone()
     rows.add_norm_kernel[(TOKENS,)](
-        update, total, scale, want, count, 80, 1e-5, ADD=True, BLOCK=128, DEPENDENT=False, num_warps=rows.WARPS
+        update, total, total, scale, want, count, 80, 1e-5, ADD=True, BLOCK=128, DEPENDENT=False, num_warps=rows.WARPS
     )
     got = moe.combine_norm(layer.answers(x), residual, scale, 1e-5, count)
     assert torch.equal(got, want) and torch.equal(residual, total)
@@ -250,7 +250,7 @@ def test_a_norm_with_its_logits_has_the_bits_of_both(
     residual, scale = torch.randn_like(update), torch.rand_like(update[0]) + 0.5
     before, want, total = residual.clone(), torch.empty_like(update), residual.clone()
     rows.add_norm_kernel[(TOKENS,)](
-        update, total, scale, want, count, width, 1e-5, ADD=True, BLOCK=1 << (width - 1).bit_length(),
+        update, total, total, scale, want, count, width, 1e-5, ADD=True, BLOCK=1 << (width - 1).bit_length(),
         DEPENDENT=False, num_warps=rows.WARPS,
     )  # fmt: skip
     few, got = moe.norm_logits(update, residual, scale, 1e-5, layer.router, count)

@@ -22,6 +22,7 @@ from worker_svc.cuda.attention_kernels import (
     prefill_kernel,
     shared_kernel,
 )
+from worker_svc.cuda.decode_hopper import Unrotated
 
 SPLIT = 256
 STEP = 64
@@ -139,13 +140,22 @@ def _cache_args(shape: Shape, cache: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor(cache, [cache.numel() // width, width], [width, 1], [min(TILE, shape.block_size), width])
 
 
+def _decode_on_hopper(shape: Shape, dtype: torch.dtype, max_rows: int, tuning: Tuning) -> bool:
+    return max_rows <= tuning.hopper_decode_rows and dtype.itemsize == 2 and decode_hopper.fits(shape)
+
+
+def rotates(shape: Shape, dtype: torch.dtype, max_rows: int, tuning: Tuning) -> bool:
+    """Whether `decode` of so many rows takes them `Unrotated`."""
+    return _decode_on_hopper(shape, dtype, max_rows, tuning) and decode_hopper.can_rotate(shape, dtype)
+
+
 def decode(
-    shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work, out: torch.Tensor,
-    max_rows: int, tuning: Tuning, *, dependent: bool = False,
+    shape: Shape, q: torch.Tensor | Unrotated, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work,
+    out: torch.Tensor, max_rows: int, tuning: Tuning, *, dependent: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is
-    kept."""
-    if max_rows <= tuning.hopper_decode_rows and q.element_size() == 2 and decode_hopper.fits(shape):
+    kept. Where `rotates` says so q may be `Unrotated`, and every row of it has one new token."""
+    if isinstance(q, Unrotated) or _decode_on_hopper(shape, q.dtype, max_rows, tuning):
         scale = LOG2E / shape.head_dim**0.5
         decode_hopper.decode(shape, q, k, v, rows, work, scale, SPLIT, tuning, dependent=dependent)
         fold(shape, rows, work, out, max_rows, tuning, dependent=dependent)

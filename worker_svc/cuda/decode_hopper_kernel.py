@@ -19,6 +19,10 @@ SPLIT / TILE. Queries have a ring of two of their own, the u-th item's in slot u
 phase with a tile's bytes, `empty` with the consumer's release; use p of a slot is filled after phase p - 1 of `empty`
 (the wait for phase -1 passes at once). Every tile brought is waited for, so nothing is in flight at the end.
 
+FRESH: the new token's queries, key and value are still a row of the qkv product, normed and rotated here, by every item
+for itself. The last split's item writes key and value to the cache, and over what tiles were brought in their place.
+EARLY: what is read before `gdc_wait` was there before the kernel before began: lists, tables and older keys.
+
 Legend: T tokens, H query heads, K kv heads, G = H / K, D head width. A layer's cache is [blocks, K, block, D].
 """
 
@@ -34,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker_svc.cuda.prefill_hopper_kernel import rounded_product
+from worker_svc.cuda.rotate_hopper_kernel import ROWS, rotated_heads, whole_heads, write_heads
 
 TILE: gl.constexpr = gl.constexpr(64)
 TILES: gl.constexpr = gl.constexpr(4)  # of a split
@@ -84,7 +89,7 @@ def _boxes(tables, table_stride, slot, split, h, KV_HEADS: gl.constexpr, PAGE: g
 def _producer(q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, lengths, work_row, work_split, items,
               program, programs, queries, ring, filled, empty, q_filled, q_empty,
               KV_HEADS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-              SPLIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+              SPLIT: gl.constexpr, STAGES: gl.constexpr, FRESH: gl.constexpr):  # fmt: skip
     """Bring what the items program, program + programs, .. need, each tile when its slot is free.
 
     What leads to an item's pages (row, slot, table) is loaded one and two items ahead, while tiles are waited for.
@@ -108,12 +113,13 @@ def _producer(q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, len
             row_2 = _of(work_row, w + 2 * programs, items, KV_HEADS)
             split_2 = _of(work_split, w + 2 * programs, items, KV_HEADS)
             n = _tiles(length, split, SPLIT)
-            mbarrier.wait(q_empty.index(u % QUERIES), (u // QUERIES + 1) & 1)
-            mbarrier.expect(q_filled.index(u % QUERIES), HEADS * D * 2)
-            first_head = (token * KV_HEADS + w % KV_HEADS) * G
-            tma.async_copy_global_to_shared(
-                q_desc, [first_head, 0], q_filled.index(u % QUERIES), queries.index(u % QUERIES)
-            )
+            if not FRESH:
+                mbarrier.wait(q_empty.index(u % QUERIES), (u // QUERIES + 1) & 1)
+                mbarrier.expect(q_filled.index(u % QUERIES), HEADS * D * 2)
+                first_head = (token * KV_HEADS + w % KV_HEADS) * G
+                tma.async_copy_global_to_shared(
+                    q_desc, [first_head, 0], q_filled.index(u % QUERIES), queries.index(u % QUERIES)
+                )
             _bring(k_desc, boxes, ring, filled, empty, t, n, D, STAGES)
             h_1 = (w + programs) % KV_HEADS
             boxes_1 = _boxes(tables, table_stride, slot_1, split_1, h_1, KV_HEADS, PAGE, BOX, SPLIT)
@@ -158,6 +164,19 @@ def _clear(V, seen, D: gl.constexpr):
 
 
 @gluon.jit
+def _renew(tile, seen, new, D: gl.constexpr, CLEAR: gl.constexpr):
+    """The row before the `seen`-th becomes `new`; CLEAR: those after it become zeros."""
+    B: gl.constexpr = gl.BlockedLayout([1, 8], [2 if D == 128 else 4, 16 if D == 128 else 8], [4, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(1, B)), 1)
+    values = tile.load(B)
+    if CLEAR:
+        values = gl.where(row < seen, values, gl.zeros_like(values))
+    tile.store(gl.where(row == seen - 1, gl.expand_dims(new.load(gl.SliceLayout(0, B)), 0), values))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _values(V, P, ones, a, sums, acc):
     """Add a tile: column sums of P by a product with ones, and its product with the values."""
     sums = warpgroup_mma(ones, P, sums * gl.expand_dims(a, 0), is_async=True)
@@ -166,10 +185,12 @@ def _values(V, P, ones, a, sums, acc):
 
 
 @gluon.jit
-def _consumer(lengths, work_row, work_split, work_item, part_acc, part_l, part_m, scale, items, program, programs,
-              queries, weights, ring, filled, empty, q_filled, q_empty,
-              KV_HEADS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
-              SPLIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _consumer(tables, table_stride, slots, token_of, lengths, work_row, work_split, work_item, part_acc, part_l,
+              part_m, scale, items, program, programs, queries, weights, ring, filled, empty, q_filled, q_empty,
+              qkv, q_weight, k_weight, cosines, sines, k_cache, v_cache, epsilon, clip, fresh,
+              KV_HEADS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+              WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, FRESH: gl.constexpr,
+              CLIP: gl.constexpr, NORM: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)  # a number a head
     gl.static_assert(SPLIT == TILES * TILE)
@@ -182,8 +203,11 @@ def _consumer(lengths, work_row, work_split, work_item, part_acc, part_l, part_m
         u = 0
         split = _of(work_split, program, items, KV_HEADS)
         item = _of(work_item, program, items, KV_HEADS)
-        length = gl.load(lengths + _of(work_row, program, items, KV_HEADS))
+        row = _of(work_row, program, items, KV_HEADS)
+        length = gl.load(lengths + row)
         row_1 = _of(work_row, program + programs, items, KV_HEADS)
+        if EARLY:
+            gdc_wait()
         for w in range(program, items, programs):
             h = w % KV_HEADS
             n = _tiles(length, split, SPLIT)
@@ -192,15 +216,41 @@ def _consumer(lengths, work_row, work_split, work_item, part_acc, part_l, part_m
             item_1 = _of(work_item, w + programs, items, KV_HEADS)
             row_2 = _of(work_row, w + 2 * programs, items, KV_HEADS)
 
+            ends = length - split * SPLIT <= SPLIT  # with the row's last key
+            if FRESH:
+                position = length - 1
+                token = gl.load(token_of + row)
+                low, high = rotated_heads(
+                    qkv, q_weight, k_weight, cosines, sines, token, h, position, epsilon, clip,
+                    KV_HEADS, G, D, CLIP, NORM,
+                )  # fmt: skip
+                heads = whole_heads(low, high, D)
+                gl.thread_barrier()  # the item before has read what is overwritten now
+                queries.index(u % QUERIES).store(heads)
+                if ends:
+                    fresh._reinterpret(ring.dtype, [ROWS, D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(heads)
+                    slot = gl.load(slots + row).to(gl.int64)
+                    block = gl.load(tables + slot * table_stride + position // PAGE)
+                    write_heads(low, high, k_cache, v_cache, block, position % PAGE, h, KV_HEADS, G, D, PAGE)
+                fence_async_shared()
+                gl.thread_barrier()
+                if ends:
+                    last = t + n - 1
+                    mbarrier.wait(filled.index(last % STAGES), (last // STAGES) & 1)
+                    seen = length - split * SPLIT - (n - 1) * TILE
+                    _renew(ring.index(last % STAGES), seen, fresh.index(G), D, False)
+            else:
+                mbarrier.wait(q_filled.index(u % QUERIES), (u // QUERIES) & 1)
+
             # A tile that is not there is the last one again, with keys past the row's last: all of them are masked.
-            mbarrier.wait(q_filled.index(u % QUERIES), (u // QUERIES) & 1)
             Q = queries.index(u % QUERIES).permute((1, 0))
             S0 = _scores(Q, ring, filled, t, MMA, HEADS, STAGES)
             S1 = _scores(Q, ring, filled, t + gl.minimum(1, n - 1), MMA, HEADS, STAGES)
             S2 = _scores(Q, ring, filled, t + gl.minimum(2, n - 1), MMA, HEADS, STAGES)
             S3 = _scores(Q, ring, filled, t + gl.minimum(3, n - 1), MMA, HEADS, STAGES)
             S0, S1, S2, S3 = warpgroup_mma_wait(0, deps=(S0, S1, S2, S3))
-            mbarrier.arrive(q_empty.index(u % QUERIES))
+            if not FRESH:
+                mbarrier.arrive(q_empty.index(u % QUERIES))
             for i in gl.static_range(TILES):
                 mbarrier.arrive(empty.index((t + i) % STAGES), pred=i < n)
 
@@ -231,7 +281,10 @@ def _consumer(lengths, work_row, work_split, work_item, part_acc, part_l, part_m
                     slot = (t + n + i) % STAGES
                     mbarrier.wait(filled.index(slot), ((t + n + i) // STAGES) & 1)
                     seen = length - split * SPLIT - i * TILE
-                    if seen < TILE:
+                    if FRESH:
+                        if ends and i == n - 1:
+                            _renew(ring.index(slot), seen, fresh.index(G + 1), D, True)
+                    elif seen < TILE:
                         _clear(ring.index(slot), seen, D)
                     sums, acc = _values(ring.index(slot), P[i], ones, a[i], sums, acc)
                     mbarrier.arrive(empty.index(slot))
@@ -244,18 +297,22 @@ def _consumer(lengths, work_row, work_split, work_item, part_acc, part_l, part_m
             first = gl.expand_dims(tile, 1)
             gl.store(part_l + gl.expand_dims(to, 0) + 0 * first, sums, mask=gl.expand_dims(here, 0) & (first == 0))
             gl.store(part_m + to, m, mask=here)
-            length, split, item, row_1 = length_1, split_1, item_1, row_2
+            length, split, item, row, row_1 = length_1, split_1, item_1, row_1, row_2
 
 
 @gluon.jit
 def hopper_decode_kernel(q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, lengths, work_row, work_split,
                          work_item, count, part_acc, part_l, part_m, scale,
+                         qkv, q_weight, k_weight, cosines, sines, k_cache, v_cache, epsilon, clip,
                          KV_HEADS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
                          PAGE: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-                         DEPENDENT: gl.constexpr):  # fmt: skip
+                         FRESH: gl.constexpr, CLIP: gl.constexpr, NORM: gl.constexpr, DEPENDENT: gl.constexpr,
+                         EARLY: gl.constexpr):  # fmt: skip
     """Persistent over (item, kv head) on 4 warps and a producer; results as of `attention_kernels.decode_kernel`.
 
-    HEADS: G rounded up to a product's width, 8 or 16; the columns past G hold the next heads and are thrown away.
+    HEADS: G rounded up to a product's width, 8 or 16; the columns past G hold other heads and are thrown away.
+    FRESH: arguments from qkv on as for `rows.rope_write_kernel`; otherwise they are not read, and q_desc is.
+    EARLY: only with FRESH and DEPENDENT.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -264,6 +321,7 @@ def hopper_decode_kernel(q_desc, k_desc, v_desc, tables, table_stride, slots, to
     ring = gl.allocate_shared_memory(TYPE, [STAGES, TILE, D], SHARED)
     queries = gl.allocate_shared_memory(TYPE, [QUERIES, HEADS, D], SHARED)
     weights = gl.allocate_shared_memory(TYPE, [TILES, HEADS, TILE], SHARED)
+    fresh = gl.allocate_shared_memory(TYPE, [ROWS, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_filled = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], mbarrier.MBarrierLayout())
@@ -276,18 +334,20 @@ def hopper_decode_kernel(q_desc, k_desc, v_desc, tables, table_stride, slots, to
         mbarrier.init(q_empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    if DEPENDENT:
+    gl.static_assert(FRESH or not EARLY)
+    if DEPENDENT and not EARLY:
         gdc_wait()
     items = gl.load(count) * KV_HEADS
     program, programs = gl.program_id(0), gl.num_programs(0)
     gl.warp_specialize(
         [
-            (_consumer, (lengths, work_row, work_split, work_item, part_acc, part_l, part_m, scale, items, program,
-                         programs, queries, weights, ring, filled, empty, q_filled, q_empty,
-                         KV_HEADS, G, HEADS, D, WINDOW, SPLIT, STAGES)),
+            (_consumer, (tables, table_stride, slots, token_of, lengths, work_row, work_split, work_item, part_acc,
+                         part_l, part_m, scale, items, program, programs, queries, weights, ring, filled, empty,
+                         q_filled, q_empty, qkv, q_weight, k_weight, cosines, sines, k_cache, v_cache, epsilon, clip,
+                         fresh, KV_HEADS, G, HEADS, D, PAGE, WINDOW, SPLIT, STAGES, FRESH, CLIP, NORM, EARLY)),
             (_producer, (q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, lengths, work_row, work_split,
                          items, program, programs, queries, ring, filled, empty, q_filled, q_empty,
-                         KV_HEADS, G, HEADS, D, PAGE, SPLIT, STAGES)),
+                         KV_HEADS, G, HEADS, D, PAGE, SPLIT, STAGES, FRESH)),
         ],
         [1],
         [48],

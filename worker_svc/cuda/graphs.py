@@ -102,7 +102,7 @@ class StepGraphs:
         inputs = CudaInputs(
             state.token_ids[:bucket], self._extent, state, self._work, rows, min(tiles, sizes.tiles), of.shared
         )
-        hidden = self._model.forward(inputs, self._cache, self._group)  # type: ignore[arg-type]
+        hidden = self._ops.settled(self._model.forward(inputs, self._cache, self._group))  # type: ignore[arg-type]
         chosen = self._ops.gather(hidden, state.sample_tokens[:rows], state.num_samples)
         logits = self._model.logits(chosen, self._group)
         draw(

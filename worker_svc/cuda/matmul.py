@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from worker_svc.cuda import matmul_hopper
+from worker_svc.cuda.matmul_hopper import Unnormed
 
 GATE_GROUP = 8
 
@@ -177,7 +178,7 @@ def processors(device_index: int) -> int:
 
 
 def linear(
-    x: torch.Tensor,
+    x: torch.Tensor | Unnormed,
     w: torch.Tensor,
     out: torch.Tensor,
     rows: torch.Tensor,
@@ -186,24 +187,29 @@ def linear(
     bias: torch.Tensor | None = None,
     gated: bool = False,
     dependent: bool = False,
-) -> None:
+    late: bool = False,
+) -> bool:
     """out[:rows] = x[:rows] @ w.T (+ bias [N]), rounded once to out's type.
 
     Args:
-        x: [M, K], M the bucket's height.
+        x: [M, K], M the bucket's height; still to be normed only with a tile of `matmul_hopper.norming`.
         w: [N, K], or [2 * N, K] with gate and up rows interleaved when `gated`.
         out: [M, N]; rows past the count are not written by the kernel for few rows, and hold anything otherwise.
         rows: [1] int32 on the device, at most M.
         dependent: launch before the kernel before it has ended (programmatic dependent launch).
+        late: let the kernel after this one begin only when those before this one have ended, where that can be had.
+
+    Returns: whether it could.
     """
+    if tile.kind == "hopper":
+        if isinstance(x, Unnormed) or matmul_hopper.fits(x, w, out, tile, gated=gated):
+            count = processors(w.device.index or 0)
+            matmul_hopper.linear(x, w, out, rows, tile, count, bias=bias, gated=gated, dependent=dependent, late=late)
+            return late
+        tile = tile.twin()
+    assert isinstance(x, torch.Tensor), "no other kernel norms its rows"
     height, k = x.shape
     n = w.shape[0]
-    if tile.kind == "hopper":
-        if matmul_hopper.fits(x, w, tile, gated=gated):
-            count = processors(x.device.index or 0)
-            matmul_hopper.linear(x, w, out, rows, tile, count, bias=bias, gated=gated, dependent=dependent)
-            return
-        tile = tile.twin()
     if tile.persistent and out.stride(0) * out.element_size() % 16:
         tile = replace(tile, persistent=False)  # the copy engine stores rows at multiples of 16 bytes only
     x_desc = TensorDescriptor(x, [height, k], [x.stride(0), 1], [tile.block_m, tile.block_k])
@@ -221,13 +227,14 @@ def linear(
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
             GATED=gated, BIASED=bias is not None, PROGRAMS=programs, DEPENDENT=dependent, **options,
         )  # fmt: skip
-        return
+        return False
     few_rows_kernel[(triton.cdiv(height, tile.block_m), triton.cdiv(n, tile.block_n))](
         x_desc, w_desc, w, out, w if bias is None else bias, rows, n, k, out.stride(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GATED=gated, BIASED=bias is not None, PREFETCH_K=tile.prefetch_k,
         LANES=32 * tile.warps, DEPENDENT=dependent, **options,
     )  # fmt: skip
+    return False
 
 
 def interleave_gate(gate_up: torch.Tensor) -> torch.Tensor:

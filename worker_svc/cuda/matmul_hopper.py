@@ -7,6 +7,7 @@ together. Gluon is experimental and has no interpreter, so it is imported where 
 """
 
 import functools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,24 @@ PANEL = 64  # columns of one swizzled row of shared memory
 BARRIERS = 16  # bytes a stage
 SLACK = 2048  # bytes that rings may lose to alignment, and what warp specialisation keeps
 REGISTERS = 1 << 16  # of a multiprocessor
+SHARED_BYTES = 227 << 10  # of a program
+NORMED_ROWS = (1, 2)  # how many rows a product norms for itself; with four it takes longer than two kernels
+NORMED_COLUMNS = (1024, 2048, 4096)  # and how wide: eight rows are kept whole beside the ring
+
+
+@dataclass(frozen=True, slots=True)
+class Unnormed:
+    """Rows whose norm is left to the product that reads them: norm(total), where total = update + residual is to be
+    noted as well."""
+
+    update: torch.Tensor  # [M, K]
+    residual: torch.Tensor  # [M, K]
+    total: torch.Tensor  # [M, K], neither of them
+    weight: torch.Tensor  # [K]
+    epsilon: float
+
+    def __len__(self) -> int:
+        return len(self.update)
 
 
 @functools.cache
@@ -61,32 +80,53 @@ def sums(tile: "Tile") -> int:
     return window(tile) * tile.block_m // (32 * tile.warps)
 
 
-def registers(tile: "Tile") -> int:
-    """A thread at entry, and what the assembler keeps to: sums and 40 more, where so many programs leave that."""
+def registers(tile: "Tile", *, normed: bool = False) -> int:
+    """A thread at entry, and what the assembler keeps to: sums and 40 more, where so many programs leave that, or what
+    a norm needs before there are sums."""
     most = REGISTERS // (32 * (tile.warps + 4) * tile.programs)
-    return min(max(64, -(-(sums(tile) + 40) // 8) * 8), most // 8 * 8, 248)
+    return min(max(168 if normed else 64, -(-(sums(tile) + 40) // 8) * 8), most // 8 * 8, 248)
 
 
-def fits(x: torch.Tensor, w: torch.Tensor, tile: "Tile", *, gated: bool) -> bool:
-    """Whether the kernel is there and can read these operands."""
+def can_norm(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether products of so many rows may find a tile by `norming`."""
+    return rows in NORMED_ROWS and columns in NORMED_COLUMNS and dtype.itemsize == 2 and kernel() is not None
+
+
+def norming(tile: "Tile", columns: int) -> "Tile | None":
+    """The tile with a ring that leaves room for whole rows; None where nothing would be left of it."""
+    if tile.kind != "hopper" or tile.block_m != 8 or tile.warps != 4 or columns % tile.block_k:
+        return None
+    stage = tile.block_n * tile.block_k * 2 + BARRIERS
+    beside = 8 * columns * 2 + (window(tile) - tile.block_n) * PANEL * 2 + SLACK
+    stages = min(tile.stages, (SHARED_BYTES - beside) // stage)
+    return replace(tile, stages=stages, programs=1) if stages >= 2 else None
+
+
+def fits(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, tile: "Tile", *, gated: bool) -> bool:
+    """Whether the kernel is there, has room, and can read these operands."""
     sixteen = x.dtype == w.dtype and x.dtype in (torch.bfloat16, torch.float16)
     whole = tile.block_n % (16 if gated else 8) == 0 and tile.block_k % PANEL == 0
     rows = x.stride(0) % 8 == 0 and w.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
-    return sixteen and whole and rows and kernel() is not None
+    room = shared_bytes(tile, out.dtype, gated=gated) <= SHARED_BYTES
+    return sixteen and whole and rows and room and kernel() is not None
 
 
 def linear(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rows: torch.Tensor, tile: "Tile", processors: int, *,
-    bias: torch.Tensor | None, gated: bool, dependent: bool,
+    x: torch.Tensor | Unnormed, w: torch.Tensor, out: torch.Tensor, rows: torch.Tensor, tile: "Tile",
+    processors: int, *, bias: torch.Tensor | None, gated: bool, dependent: bool, late: bool = False,
 ) -> None:  # fmt: skip
-    """Arguments as for `matmul.linear`; processors: multiprocessors of the device."""
+    """Arguments as for `matmul.linear`; processors: multiprocessors of the device. Rows to be normed take a tile of
+    `norming`'s. late: the kernel after this one begins when those before it have ended."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    height, k = x.shape
+    norm = x if isinstance(x, Unnormed) else None
+    update = norm.update if norm is not None else x
+    assert isinstance(update, torch.Tensor)
+    height, k = update.shape
     n = w.shape[0]
     swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    x_desc = TensorDescriptor(x, [height, k], [x.stride(0), 1], [tile.block_m, PANEL], swizzled)
+    x_desc = TensorDescriptor(update, [height, k], [update.stride(0), 1], [tile.block_m, PANEL], swizzled)
     w_desc = TensorDescriptor(w, [n, k], [w.stride(0), 1], [box(tile), PANEL], swizzled)
     leaves_boxed = boxed(tile, out)
     y_desc = w_desc
@@ -98,9 +138,12 @@ def linear(
     column_tiles = -(-n // tile.block_n)
     tiles = column_tiles * -(-height // tile.block_m)
     kernel()[(min(tiles, processors * tile.programs),)](
-        x_desc, w_desc, y_desc, out, w if bias is None else bias, rows, n, k, out.stride(0), column_tiles,
+        x_desc, w_desc, y_desc, out, w if bias is None else bias, rows,
+        update, norm.residual if norm else update, norm.total if norm else update, norm.weight if norm else w,
+        norm.epsilon if norm else 0.0, n, k, out.stride(0), column_tiles,
         HEIGHT=tile.block_m, CUT=tile.block_n, WINDOW=window(tile), BOX=box(tile), BLOCK_K=tile.block_k,
         STAGES=tile.stages, GROUP=tile.group_m, ONE=height <= tile.block_m, WARPS=tile.warps, GATED=gated,
-        BIASED=bias is not None, BOXED=leaves_boxed, DEPENDENT=dependent, num_warps=tile.warps,
-        maxnreg=registers(tile), **({"launch_pdl": True} if dependent else {}),
+        BIASED=bias is not None, BOXED=leaves_boxed, NORMED=k if norm else 0, LIVE=height if norm else 0,
+        DEPENDENT=dependent, LATE=late, num_warps=tile.warps,
+        maxnreg=registers(tile, normed=norm is not None), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip

@@ -31,6 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker_svc.cuda.norm_hopper_kernel import columns, norm_rows
+
 PANEL: gl.constexpr = gl.constexpr(64)  # columns of K that one swizzled row of shared memory holds
 
 
@@ -131,9 +133,9 @@ def _store(acc, y_ptr, bias_ptr, rows, m0, n0, N, y_stride, TYPE: gl.constexpr, 
 @gluon.jit
 def _produce(x_desc, w_desc, rows_ptr, K, column_tiles, w_ring, x_ring, filled, empty,
              HEIGHT: gl.constexpr, CUT: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-             GROUP: gl.constexpr, ONE: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+             GROUP: gl.constexpr, ONE: gl.constexpr, NORMED: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
     BLOCK_K: gl.constexpr = PANELS * PANEL
-    BYTES: gl.constexpr = (CUT + HEIGHT) * BLOCK_K * 2
+    BYTES: gl.constexpr = (CUT if NORMED else CUT + HEIGHT) * BLOCK_K * 2
     if DEPENDENT and not ONE:
         gdc_wait()
     row_tiles = _row_tiles(rows_ptr, HEIGHT, ONE)
@@ -147,11 +149,12 @@ def _produce(x_desc, w_desc, rows_ptr, K, column_tiles, w_ring, x_ring, filled, 
         _, n = _place(first + t // steps * programs, row_tiles, column_tiles, GROUP)
         mbarrier.expect(filled.index(t), BYTES)
         _ask_w(w_desc, w_ring, filled.index(t), n * CUT, t % steps * BLOCK_K, t, PANELS, CUT, BOX)
-    if DEPENDENT and ONE:
-        gdc_wait()
-    for t in range(0, ahead):
-        m, _ = _place(first + t // steps * programs, row_tiles, column_tiles, GROUP)
-        _ask_x(x_desc, x_ring, filled.index(t), m * HEIGHT, t % steps * BLOCK_K, t, PANELS)
+    if not NORMED:
+        if DEPENDENT and ONE:
+            gdc_wait()
+        for t in range(0, ahead):
+            m, _ = _place(first + t // steps * programs, row_tiles, column_tiles, GROUP)
+            _ask_x(x_desc, x_ring, filled.index(t), m * HEIGHT, t % steps * BLOCK_K, t, PANELS)
     for t in range(ahead, total):
         m, n = _place(first + t // steps * programs, row_tiles, column_tiles, GROUP)
         k0 = t % steps * BLOCK_K
@@ -159,31 +162,45 @@ def _produce(x_desc, w_desc, rows_ptr, K, column_tiles, w_ring, x_ring, filled, 
         mbarrier.wait(empty.index(slot), (t // STAGES + 1) & 1)
         mbarrier.expect(filled.index(slot), BYTES)
         _ask_w(w_desc, w_ring, filled.index(slot), n * CUT, k0, slot, PANELS, CUT, BOX)
-        _ask_x(x_desc, x_ring, filled.index(slot), m * HEIGHT, k0, slot, PANELS)
+        if not NORMED:
+            _ask_x(x_desc, x_ring, filled.index(slot), m * HEIGHT, k0, slot, PANELS)
 
 
 @gluon.jit
-def _consume(y_desc, y_ptr, bias_ptr, rows_ptr, N, K, y_stride, column_tiles, w_ring, x_ring, y_box, filled, empty,
+def _consume(y_desc, y_ptr, bias_ptr, rows_ptr, update, residual, total, scale_ptr, epsilon, N, K, y_stride,
+             column_tiles, w_ring, x_ring, y_box, filled, empty,
              HEIGHT: gl.constexpr, CUT: gl.constexpr, WINDOW: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
              STAGES: gl.constexpr, GROUP: gl.constexpr, ONE: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr,
-             BIASED: gl.constexpr, BOXED: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+             BIASED: gl.constexpr, BOXED: gl.constexpr, NORMED: gl.constexpr, LIVE: gl.constexpr,
+             DEPENDENT: gl.constexpr, LATE: gl.constexpr):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEIGHT, 16])
     TYPE: gl.constexpr = w_ring.dtype
+    if NORMED:
+        at = columns(NORMED)
+        scale = gl.load(scale_ptr + at).to(gl.float32)  # a weight: nobody writes it
     if DEPENDENT:
         gdc_wait()
+    if DEPENDENT and LATE:
+        gdc_launch_dependents()
     rows = gl.load(rows_ptr)
+    if NORMED:
+        whole = x_ring._reinterpret(TYPE, [NORMED // PANEL * HEIGHT, PANEL], x_ring.layout)
+        norm_rows(update, residual, total, rows, at, scale, epsilon, K, whole, NORMED, LIVE, PANEL)
+        fence_async_shared()
+        gl.thread_barrier()
     row_tiles = _row_tiles(rows_ptr, HEIGHT, ONE)
     steps = (K + PANELS * PANEL - 1) // (PANELS * PANEL)
     t = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         acc = gl.zeros([WINDOW, HEIGHT], gl.float32, ACC)
-        for _ in range(0, steps):
+        for step in range(0, steps):
             slot = t % STAGES
             mbarrier.wait(filled.index(slot), (t // STAGES) & 1)
             for p in gl.static_range(PANELS):
                 boxes = w_ring.index((slot * PANELS + p) * (CUT // BOX))
                 window = boxes._reinterpret(TYPE, [WINDOW, PANEL], w_ring.layout)
-                acc = warpgroup_mma(window, x_ring.index(slot * PANELS + p).permute((1, 0)), acc, is_async=True)
+                x = x_ring.index((step if NORMED else slot) * PANELS + p)
+                acc = warpgroup_mma(window, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(PANELS, deps=(acc,))  # only this step's are out, so the slot before is free
             gl.thread_barrier()  # for all warps
             mbarrier.arrive(empty.index((t + STAGES - 1) % STAGES), pred=t > 0)
@@ -201,26 +218,33 @@ def _consume(y_desc, y_ptr, bias_ptr, rows_ptr, N, K, y_stride, column_tiles, w_
 
 
 @gluon.jit(do_not_specialize=["column_tiles"])
-def hopper_kernel(x_desc, w_desc, y_desc, y_ptr, bias_ptr, rows_ptr, N, K, y_stride, column_tiles,
+def hopper_kernel(x_desc, w_desc, y_desc, y_ptr, bias_ptr, rows_ptr, update, residual, total, scale_ptr, epsilon,
+                  N, K, y_stride, column_tiles,
                   HEIGHT: gl.constexpr, CUT: gl.constexpr, WINDOW: gl.constexpr, BOX: gl.constexpr,
                   BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ONE: gl.constexpr,
                   WARPS: gl.constexpr, GATED: gl.constexpr, BIASED: gl.constexpr, BOXED: gl.constexpr,
-                  DEPENDENT: gl.constexpr):  # fmt: skip
+                  NORMED: gl.constexpr, LIVE: gl.constexpr, DEPENDENT: gl.constexpr,
+                  LATE: gl.constexpr):  # fmt: skip
     """Program p has tiles p, p + programs, .. of [HEIGHT, CUT] each.
 
     Args:
         x_desc, w_desc: [M, K] and [N, K] in boxes of [HEIGHT, PANEL] and [BOX, PANEL].
         y_desc: [M, N] in boxes of a tile if BOXED, else anything; y_ptr likewise if not.
         ONE: x has at most HEIGHT rows.
+        NORMED: 0, or K: then x is norm(total), total = update + residual, LIVE rows high and known to nobody else; it
+            takes the place of x's ring.
+        LATE: the next kernel is let begin only when all kernels before this one have ended, so that it need not wait
+            for what they wrote.
     """
-    if DEPENDENT:
+    if DEPENDENT and not LATE:
         gdc_launch_dependents()
     PANELS: gl.constexpr = BLOCK_K // PANEL
     SPARE: gl.constexpr = (WINDOW - CUT) // BOX  # boxes that the last window reads past the ring
     w_ring = gl.allocate_shared_memory(
         w_desc.dtype, [STAGES * PANELS * (CUT // BOX) + SPARE, BOX, PANEL], w_desc.layout
     )
-    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES * PANELS, HEIGHT, PANEL], x_desc.layout)
+    HELD: gl.constexpr = NORMED // PANEL if NORMED else STAGES * PANELS
+    x_ring = gl.allocate_shared_memory(w_desc.dtype, [HELD, HEIGHT, PANEL], x_desc.layout)
     if BOXED:
         y_box = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_shape, y_desc.layout)
     else:
@@ -234,11 +258,11 @@ def hopper_kernel(x_desc, w_desc, y_desc, y_ptr, bias_ptr, rows_ptr, N, K, y_str
     gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_consume, (y_desc, y_ptr, bias_ptr, rows_ptr, N, K, y_stride, column_tiles, w_ring, x_ring, y_box, filled,
-                        empty, HEIGHT, CUT, WINDOW, BOX, PANELS, STAGES, GROUP, ONE, WARPS, GATED, BIASED, BOXED,
-                        DEPENDENT)),
+            (_consume, (y_desc, y_ptr, bias_ptr, rows_ptr, update, residual, total, scale_ptr, epsilon, N, K, y_stride,
+                        column_tiles, w_ring, x_ring, y_box, filled, empty, HEIGHT, CUT, WINDOW, BOX, PANELS, STAGES,
+                        GROUP, ONE, WARPS, GATED, BIASED, BOXED, NORMED, LIVE, DEPENDENT, LATE)),
             (_produce, (x_desc, w_desc, rows_ptr, K, column_tiles, w_ring, x_ring, filled, empty,
-                        HEIGHT, CUT, BOX, PANELS, STAGES, GROUP, ONE, DEPENDENT)),
+                        HEIGHT, CUT, BOX, PANELS, STAGES, GROUP, ONE, NORMED, DEPENDENT)),
         ],
         [1],
         [40],

@@ -19,9 +19,11 @@ import torch
 import triton
 from torch import Tensor
 
-from worker_svc.cuda import attention, moe, rows
+from worker_svc.cuda import attention, matmul_hopper, moe, rows
 from worker_svc.cuda.attention import Shape, Tuning, Work
+from worker_svc.cuda.decode_hopper import Unrotated
 from worker_svc.cuda.matmul import interleave_gate, linear
+from worker_svc.cuda.matmul_hopper import Unnormed
 from worker_svc.cuda.step_state import StepState
 from worker_svc.cuda.tuning import tile_for
 from worker_svc.kv_cache import KVCache, LayerCache
@@ -104,6 +106,7 @@ class CudaOps:
         self._num_tokens: Tensor | None = None
         self._num_samples: Tensor | None = None
         self._device_name = ""
+        self._late: Tensor | None = None  # the product, if it was, after whose kernel all before it have ended
 
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CudaWeight:
         return CudaWeight(weight_NK, bias_N)
@@ -157,6 +160,12 @@ class CudaOps:
         )  # fmt: skip
         return out
 
+    def settled(self, x_TD: Tensor | Unnormed) -> Tensor:
+        """Norms that were left to a product, made after all."""
+        if isinstance(x_TD, Unnormed):
+            return self._norm(x_TD.update, x_TD.residual, x_TD.total, x_TD.weight, x_TD.epsilon)
+        return x_TD
+
     def gather(self, x_TD: Tensor, index_R: Tensor, count: Tensor) -> Tensor:
         """x[index[i]] for i below the count."""
         out = torch.empty(len(index_R), x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
@@ -167,31 +176,34 @@ class CudaOps:
         return out
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return self._norm(x_TD, None, weight_D, eps)
+        return self._norm(x_TD, None, None, weight_D, eps)
 
     def add_rms_norm(
         self, update: Tensor | moe.Answers, residual_TD: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The residual is changed in place."""
+    ) -> tuple[Tensor | Unnormed, Tensor]:
+        """The residual is changed in place, unless few rows leave the norm to the product that reads it."""
         if isinstance(update, moe.Answers):
             normed = moe.combine_norm(update, residual_TD, weight_D, eps, self._count(), dependent=self.dependent)
             return normed, residual_TD
-        return self._norm(update, residual_TD, weight_D, eps), residual_TD
+        if self.numerics == "invariant" and matmul_hopper.can_norm(len(update), update.shape[1], update.dtype):
+            total = torch.empty_like(residual_TD)
+            return Unnormed(update, residual_TD, total, weight_D, eps), total
+        return self._norm(update, residual_TD, residual_TD, weight_D, eps), residual_TD
 
     def add_norm_route(
         self, update: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, router: Router
     ) -> tuple[Tensor | moe.Normed, Tensor]:
         """Few rows get their logits along."""
         if len(update) > moe.NORM_ROWS:
-            return self.add_rms_norm(update, residual_TD, weight_D, eps)
+            return self._norm(update, residual_TD, residual_TD, weight_D, eps), residual_TD
         return moe.norm_logits(
             update, residual_TD, weight_D, eps, router.weight, self._count(), dependent=self.dependent
         )
 
-    def linear(self, x_TK: Tensor, weight: CudaWeight) -> Tensor:
-        return self._product(x_TK, weight, self.dtype, self._count())
+    def linear(self, x_TK: Tensor | Unnormed, weight: CudaWeight) -> Tensor:
+        return self._product(x_TK, weight, self.dtype, self._count(), late=True)
 
-    def gated_linear(self, x_TK: Tensor, weight: CudaWeight) -> Tensor:
+    def gated_linear(self, x_TK: Tensor | Unnormed, weight: CudaWeight) -> Tensor:
         return self._product(x_TK, weight, self.dtype, self._count())
 
     def row_linear(self, x_TK: Tensor, weight: CudaWeight, group: Group) -> Tensor:
@@ -220,10 +232,16 @@ class CudaOps:
         shape: HeadShape,
         cache: LayerCache,
         step: CudaStep,
-    ) -> Tensor:
+    ) -> Tensor | Unrotated:
         state = step.inputs.state
         if isinstance(qkv_TN, FullNormed):
             return self._full_rope_write(qkv_TN, clip, shape, cache, step)
+        inputs, rope = step.inputs, step.rope
+        whole = not inputs.max_tiles and not inputs.shared  # a step of decodes, each of which reads its own splits
+        if whole and attention.rotates(self._form(shape, step), qkv_TN.dtype, inputs.max_rows, self.tuning):
+            early = qkv_TN is self._late
+            query, key, eps = (norm.query, norm.key, norm.eps) if norm is not None else (None, None, 0.0)
+            return Unrotated(qkv_TN, query, key, eps, clip, rope.cos, rope.sin, early)
         queries = torch.empty(len(qkv_TN), shape.num_heads, shape.head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         q_weight, k_weight, eps = (norm.query, norm.key, norm.eps) if norm is not None else (qkv_TN, qkv_TN, 0.0)
@@ -251,10 +269,17 @@ class CudaOps:
         )  # fmt: skip
         return queries
 
-    def attention(self, queries: Tensor, shape: HeadShape, cache: LayerCache, step: CudaStep) -> Tensor:
-        inputs = step.inputs
-        form = Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, step.block_size, shape.window)
-        out = torch.empty_like(queries)
+    def attention(self, queries: Tensor | Unrotated, shape: HeadShape, cache: LayerCache, step: CudaStep) -> Tensor:
+        inputs, form = step.inputs, self._form(shape, step)
+        out = torch.empty(
+            len(queries), shape.num_heads, shape.head_dim, dtype=self.dtype, device=cache.keys.device
+        )  # fmt: skip
+        if isinstance(queries, Unrotated):
+            attention.decode(
+                form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
+                dependent=self.dependent,
+            )  # fmt: skip
+            return out.view(len(out), -1)
         if inputs.shared:
             attention.decode_shared(
                 form,
@@ -305,6 +330,9 @@ class CudaOps:
             count = torch.tensor([len(x_RD)], dtype=torch.int32, device=x_RD.device)
         return self._product(x_RD, weight, torch.float32, count)
 
+    def _form(self, shape: HeadShape, step: CudaStep) -> Shape:
+        return Shape(shape.num_heads, shape.num_kv_heads, shape.head_dim, step.block_size, shape.window)
+
     def _count(self) -> Tensor:
         assert self._num_tokens is not None, "begin comes first"
         return self._num_tokens
@@ -313,26 +341,38 @@ class CudaOps:
         options: dict[str, int | bool] = {"num_warps": warps}
         return options | {"launch_pdl": True} if self.dependent else options
 
-    def _norm(self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+    def _norm(
+        self, x_TD: Tensor, residual_TD: Tensor | None, total_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> Tensor:
         out = torch.empty_like(x_TD)
         rows.add_norm_kernel[(len(x_TD),)](
-            x_TD, x_TD if residual_TD is None else residual_TD, weight_D, out, self._count(), x_TD.shape[1], eps,
+            x_TD, x_TD if residual_TD is None else residual_TD, x_TD if total_TD is None else total_TD, weight_D, out,
+            self._count(), x_TD.shape[1], eps,
             ADD=residual_TD is not None, BLOCK=triton.next_power_of_2(x_TD.shape[1]),
             DEPENDENT=self.dependent, **self._options(rows.WARPS),
         )  # fmt: skip
         return out
 
-    def _product(self, x_MK: Tensor, weight: CudaWeight, dtype: torch.dtype, count: Tensor) -> Tensor:
+    def _product(
+        self, x_MK: Tensor | Unnormed, weight: CudaWeight, dtype: torch.dtype, count: Tensor, *, late: bool = False
+    ) -> Tensor:
         n, k = weight.weight.shape
         width = n // 2 if weight.gated else n
         if self.numerics == "fast" and not weight.gated and dtype == self.dtype:
-            return torch.nn.functional.linear(x_MK, weight.weight, weight.bias)
-        out = torch.empty(len(x_MK), width, dtype=dtype, device=x_MK.device)
+            return torch.nn.functional.linear(self.settled(x_MK), weight.weight, weight.bias)
+        out = torch.empty(len(x_MK), width, dtype=dtype, device=weight.weight.device)
         tile = tile_for(self._device_name, n, k, len(x_MK), gated=weight.gated)
-        linear(
+        if isinstance(x_MK, Unnormed):
+            norming = matmul_hopper.norming(tile, k)
+            if norming is None:
+                x_MK = self.settled(x_MK)
+            else:
+                tile = norming
+        was_late = linear(
             x_MK, weight.weight, out, count, tile,
-            bias=weight.bias, gated=weight.gated, dependent=self.dependent,
+            bias=weight.bias, gated=weight.gated, dependent=self.dependent, late=late,
         )  # fmt: skip
+        self._late = out if was_late else None
         return out
 
 

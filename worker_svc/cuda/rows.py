@@ -42,9 +42,9 @@ def embed_kernel(table, token_ids, out, count_ptr, width, first_id, num_ids, BLO
 
 
 @triton.jit
-def add_norm_kernel(x, residual, weight, out, count_ptr, width, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr,
-                    DEPENDENT: tl.constexpr):  # fmt: skip
-    """residual += x (when ADD), out = norm(residual); without ADD out = norm(x)."""
+def add_norm_kernel(x, residual, total, weight, out, count_ptr, width, epsilon, ADD: tl.constexpr,
+                    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """total = residual + x, which may be either of them, and out = norm(total); without ADD out = norm(x)."""
     if DEPENDENT:
         gdc_launch_dependents()
     t = tl.program_id(0)
@@ -59,7 +59,7 @@ def add_norm_kernel(x, residual, weight, out, count_ptr, width, epsilon, ADD: tl
         if ADD:
             row += tl.load(residual + at, mask=live, other=0.0).to(tl.float32)
             rounded = row.to(out.dtype.element_ty)
-            tl.store(residual + at, rounded, mask=live)
+            tl.store(total + at, rounded, mask=live)
             row = rounded.to(tl.float32)
         tl.store(out + at, normed(row, scale, width, epsilon).to(out.dtype.element_ty), mask=live)
 

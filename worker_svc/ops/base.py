@@ -99,8 +99,8 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
 
-    def add_rms_norm(self, update: Update, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(update + residual), update + residual)."""
+    def add_rms_norm(self, update: Update, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Any, Tensor]:
+        """(norm(update + residual) in whatever form `linear` and `gated_linear` like, update + residual)."""
         ...
 
     def add_norm_route(
