@@ -38,12 +38,16 @@ class CodecError(ValueError):
 
 
 def _ints(data: bytes, name: str) -> step.Int32s:
+    if not data:
+        return step.NO_INTS  # most columns of most steps
     if len(data) % 4:
         raise CodecError(f"{name}: {len(data)} bytes is no whole number of int32")
     return np.frombuffer(data, "<i4")
 
 
 def _floats(data: bytes, name: str) -> step.Float32s:
+    if not data:
+        return step.NO_FLOATS
     if len(data) % 4:
         raise CodecError(f"{name}: {len(data)} bytes is no whole number of float32")
     return np.frombuffer(data, "<f4")
@@ -53,9 +57,9 @@ def _pack(column: NDArray[np.generic], kind: str) -> bytes:
     return np.ascontiguousarray(column, kind).tobytes()
 
 
-def _same_length(what: str, *columns: NDArray[np.generic]) -> None:
-    if len({len(column) for column in columns}) > 1:
-        raise CodecError(f"{what}: columns of lengths {[len(column) for column in columns]}")
+def _same_length(what: str, one: NDArray[np.generic], other: NDArray[np.generic]) -> None:
+    if len(one) != len(other):
+        raise CodecError(f"{what}: columns of lengths {[len(one), len(other)]}")
 
 
 def encode_sampling(sampling: step.RowSampling) -> pb.RowSampling:
@@ -162,8 +166,10 @@ def decode_batch(message: pb.StepBatch) -> step.StepBatch:
     _same_length("extended", batch.extended_slots, batch.extended_counts)
     _same_length("fed", batch.fed_slots, batch.fed_token_ids)
     _same_length("slots", batch.slots, batch.num_new)
-    if int(batch.extended_counts.sum()) != len(batch.extended_blocks) or (batch.extended_counts < 0).any():
-        raise CodecError("extended_counts do not add up to extended_blocks")
+    counts = batch.extended_counts
+    if len(counts) or len(batch.extended_blocks):
+        if int(counts.sum()) != len(batch.extended_blocks) or (counts < 0).any():
+            raise CodecError("extended_counts do not add up to extended_blocks")
     return batch
 
 
