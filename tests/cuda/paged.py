@@ -92,8 +92,9 @@ class Paged:
         return out
 
     def decode_all(
-        self, q: torch.Tensor | Unrotated, k: torch.Tensor, v: torch.Tensor, tuning: Tuning, *, dependent: bool = False
-    ) -> torch.Tensor:
+        self, q: torch.Tensor | Unrotated, k: torch.Tensor, v: torch.Tensor, tuning: Tuning, *,
+        dependent: bool = False, early: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         """Attention of every sequence's last position, over other caches."""
         shape = self.shape
         rows = self._rows([(s, n - 1, 1) for s, n in enumerate(self.lengths)], [])
@@ -102,7 +103,7 @@ class Paged:
         plan(shape, rows, work, len(q))
         if self.device == "cuda":
             torch.cuda.synchronize()
-        decode(shape, q, k, v, rows, work, out, len(q), tuning, dependent=dependent)
+        decode(shape, q, k, v, rows, work, out, len(q), tuning, dependent=dependent, early=early)
         return out
 
     def _rows(self, spans: list[tuple[int, int, int]], tiles: list[tuple[int, int]]) -> Rows:

@@ -159,8 +159,9 @@ def test_on_a_gpu_rows_rotated_along_have_the_bits_of_two_kernels(
         assert want.isfinite().all()
         for early, dependent in ((False, False), (False, True), (True, True)):
             weights = (q_weight, k_weight) if normed else (None, None)
-            fresh = Unrotated(qkv, *weights, 1e-6, clip, cosines, sines, early)
+            fresh = Unrotated(qkv, *weights, 1e-6, clip, cosines, sines)
             my_k, my_v = paged.k.clone(), paged.v.clone()
-            out = paged.decode_all(fresh, my_k, my_v, Tuning(), dependent=dependent)
+            out = paged.decode_all(fresh, my_k, my_v, Tuning(), dependent=dependent, early=early)
             assert torch.equal(my_k, k) and torch.equal(my_v, v), (lengths, early, dependent)
             assert torch.equal(out, want), (lengths, early, dependent)
+        assert torch.equal(paged.decode_all(q, k, v, Tuning(), dependent=True, early=True), want), lengths

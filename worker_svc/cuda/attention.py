@@ -52,9 +52,9 @@ class Tuning:
     decode_programs: int = 1056
     decode_warps: int = 2
     decode_stages: int = 3
-    fold_ahead: int = 1
-    fold_width: int = 128  # columns of a program at up to fold_rows rows
-    fold_rows: int = 16
+    fold_ahead: int = 16  # splits asked for at once, and
+    fold_width: int = 64  # columns of a program, at up to
+    fold_rows: int = 16  # so many rows
     prefill_block_m: int = 64
     prefill_warps: int = 4
     prefill_stages: int = 2
@@ -151,13 +151,16 @@ def rotates(shape: Shape, dtype: torch.dtype, max_rows: int, tuning: Tuning) -> 
 
 def decode(
     shape: Shape, q: torch.Tensor | Unrotated, k: torch.Tensor, v: torch.Tensor, rows: Rows, work: Work,
-    out: torch.Tensor, max_rows: int, tuning: Tuning, *, dependent: bool = False,
+    out: torch.Tensor, max_rows: int, tuning: Tuning, *, dependent: bool = False, early: bool = False,
 ) -> None:  # fmt: skip
     """Attention of the rows with one new token. q, out [T, H, D]; k, v [blocks, K, block, D]; other rows' out is
-    kept. Where `rotates` says so q may be `Unrotated`, and every row of it has one new token."""
+    kept. Where `rotates` says so q may be `Unrotated`, and every row of it has one new token.
+
+    early: with `dependent`; lists, tables and older keys were there before the kernel before this one began.
+    """
     if isinstance(q, Unrotated) or _decode_on_hopper(shape, q.dtype, max_rows, tuning):
         scale = LOG2E / shape.head_dim**0.5
-        decode_hopper.decode(shape, q, k, v, rows, work, scale, SPLIT, tuning, dependent=dependent)
+        decode_hopper.decode(shape, q, k, v, rows, work, scale, SPLIT, tuning, dependent=dependent, early=early)
         fold(shape, rows, work, out, max_rows, tuning, dependent=dependent)
         return
     group = shape.heads // shape.kv_heads
@@ -178,10 +181,11 @@ def fold(
     shape: Shape, rows: Rows, work: Work, out: torch.Tensor, max_rows: int, tuning: Tuning, *, dependent: bool = False
 ) -> None:
     """The last part of `decode`: what the splits of a row gave, folded in order. Few rows take more programs each."""
-    width = min(shape.head_dim, tuning.fold_width if max_rows <= tuning.fold_rows else shape.head_dim)
+    few = max_rows <= tuning.fold_rows
+    width = min(shape.head_dim, tuning.fold_width) if few else shape.head_dim
     fold_kernel[(max_rows, shape.heads, shape.head_dim // width)](
         work.acc, work.sums, work.m, work.starts, rows.query_starts, rows.num_rows, out,
-        HEADS=shape.heads, D=shape.head_dim, WIDTH=width, AHEAD=tuning.fold_ahead, DEPENDENT=dependent,
+        HEADS=shape.heads, D=shape.head_dim, WIDTH=width, AHEAD=tuning.fold_ahead if few else 1, DEPENDENT=dependent,
         **_options(1, 1, dependent),
     )  # fmt: skip
 

@@ -23,10 +23,7 @@ FRESH_HEADS = 6  # of a kv head, at most, whose queries are rotated along with i
 
 @dataclass(frozen=True, slots=True)
 class Unrotated:
-    """New tokens' rows of the qkv product, whose norms, rotation and writing to the cache are left to attention.
-
-    early: lists, tables and older keys were there before the kernel that made qkv began to let others begin.
-    """
+    """New tokens' rows of the qkv product, whose norms, rotation and writing to the cache are left to attention."""
 
     qkv: torch.Tensor  # [T, (H + K + K) * D]
     q_weight: torch.Tensor | None  # [D]; None: no norm
@@ -35,7 +32,6 @@ class Unrotated:
     clip: float | None
     cosines: torch.Tensor  # [positions, D / 2] fp32
     sines: torch.Tensor
-    early: bool
 
     def __len__(self) -> int:
         return len(self.qkv)
@@ -67,7 +63,7 @@ def can_rotate(shape: "Shape", dtype: torch.dtype) -> bool:
 
 def decode(
     shape: "Shape", q: torch.Tensor | Unrotated, k: torch.Tensor, v: torch.Tensor, rows: "Rows", work: "Work",
-    scale: float, split: int, tuning: "Tuning", *, dependent: bool,
+    scale: float, split: int, tuning: "Tuning", *, dependent: bool, early: bool,
 ) -> None:  # fmt: skip
     """The splits' partial results; arguments as for `attention.decode`, 16-bit types."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -96,7 +92,7 @@ def decode(
         KV_HEADS=shape.kv_heads, G=group, HEADS=heads, D=width, PAGE=shape.block_size, WINDOW=shape.window,
         SPLIT=split, STAGES=stages * 128 // width, FRESH=fresh is not None,
         CLIP=fresh is not None and fresh.clip is not None, NORM=fresh is not None and fresh.q_weight is not None,
-        DEPENDENT=dependent, EARLY=dependent and fresh is not None and fresh.early, num_warps=4,
+        DEPENDENT=dependent, EARLY=dependent and early, num_warps=4,
         maxnreg=min(128, REGISTERS // (each * THREADS) // 8 * 8), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
 

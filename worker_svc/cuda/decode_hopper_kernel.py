@@ -21,7 +21,8 @@ phase with a tile's bytes, `empty` with the consumer's release; use p of a slot 
 
 FRESH: the new token's queries, key and value are still a row of the qkv product, normed and rotated here, by every item
 for itself. The last split's item writes key and value to the cache, and over what tiles were brought in their place.
-EARLY: what is read before `gdc_wait` was there before the kernel before began: lists, tables and older keys.
+EARLY: lists, tables and older keys were there before the kernel before this one began, and are read before it ends;
+without FRESH only lists and tables, since that kernel writes among the keys.
 
 Legend: T tokens, H query heads, K kv heads, G = H / K, D head width. A layer's cache is [blocks, K, block, D].
 """
@@ -89,7 +90,7 @@ def _boxes(tables, table_stride, slot, split, h, KV_HEADS: gl.constexpr, PAGE: g
 def _producer(q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, lengths, work_row, work_split, items,
               program, programs, queries, ring, filled, empty, q_filled, q_empty,
               KV_HEADS: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-              SPLIT: gl.constexpr, STAGES: gl.constexpr, FRESH: gl.constexpr):  # fmt: skip
+              SPLIT: gl.constexpr, STAGES: gl.constexpr, FRESH: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     """Bring what the items program, program + programs, .. need, each tile when its slot is free.
 
     What leads to an item's pages (row, slot, table) is loaded one and two items ahead, while tiles are waited for.
@@ -106,6 +107,8 @@ def _producer(q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, len
         token = gl.load(token_of + row)
         slot = gl.load(slots + row)
         boxes = _boxes(tables, table_stride, slot, split, program % KV_HEADS, KV_HEADS, PAGE, BOX, SPLIT)
+        if EARLY and not FRESH:
+            gdc_wait()
         for w in range(program, items, programs):
             length_1 = gl.load(lengths + row_1)
             token_1 = gl.load(token_of + row_1)
@@ -312,7 +315,7 @@ def hopper_decode_kernel(q_desc, k_desc, v_desc, tables, table_stride, slots, to
 
     HEADS: G rounded up to a product's width, 8 or 16; the columns past G hold other heads and are thrown away.
     FRESH: arguments from qkv on as for `rows.rope_write_kernel`; otherwise they are not read, and q_desc is.
-    EARLY: only with FRESH and DEPENDENT.
+    EARLY: only with DEPENDENT.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -334,7 +337,6 @@ def hopper_decode_kernel(q_desc, k_desc, v_desc, tables, table_stride, slots, to
         mbarrier.init(q_empty.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    gl.static_assert(FRESH or not EARLY)
     if DEPENDENT and not EARLY:
         gdc_wait()
     items = gl.load(count) * KV_HEADS
@@ -347,7 +349,7 @@ def hopper_decode_kernel(q_desc, k_desc, v_desc, tables, table_stride, slots, to
                          fresh, KV_HEADS, G, HEADS, D, PAGE, WINDOW, SPLIT, STAGES, FRESH, CLIP, NORM, EARLY)),
             (_producer, (q_desc, k_desc, v_desc, tables, table_stride, slots, token_of, lengths, work_row, work_split,
                          items, program, programs, queries, ring, filled, empty, q_filled, q_empty,
-                         KV_HEADS, G, HEADS, D, PAGE, SPLIT, STAGES, FRESH)),
+                         KV_HEADS, G, HEADS, D, PAGE, SPLIT, STAGES, FRESH, EARLY)),
         ],
         [1],
         [48],

@@ -106,7 +106,8 @@ class CudaOps:
         self._num_tokens: Tensor | None = None
         self._num_samples: Tensor | None = None
         self._device_name = ""
-        self._late: Tensor | None = None  # the product, if it was, after whose kernel all before it have ended
+        self._late: Tensor | None = None  # a product whose kernel let the next begin when all before it had ended
+        self._early = False  # attention is the first or second kernel after such a product
 
     def prepare_column(self, weight_NK: Tensor, bias_N: Tensor | None) -> CudaWeight:
         return CudaWeight(weight_NK, bias_N)
@@ -234,14 +235,14 @@ class CudaOps:
         step: CudaStep,
     ) -> Tensor | Unrotated:
         state = step.inputs.state
+        self._early = (qkv_TN.qkv if isinstance(qkv_TN, FullNormed) else qkv_TN) is self._late
         if isinstance(qkv_TN, FullNormed):
             return self._full_rope_write(qkv_TN, clip, shape, cache, step)
         inputs, rope = step.inputs, step.rope
         whole = not inputs.max_tiles and not inputs.shared  # a step of decodes, each of which reads its own splits
         if whole and attention.rotates(self._form(shape, step), qkv_TN.dtype, inputs.max_rows, self.tuning):
-            early = qkv_TN is self._late
             query, key, eps = (norm.query, norm.key, norm.eps) if norm is not None else (None, None, 0.0)
-            return Unrotated(qkv_TN, query, key, eps, clip, rope.cos, rope.sin, early)
+            return Unrotated(qkv_TN, query, key, eps, clip, rope.cos, rope.sin)
         queries = torch.empty(len(qkv_TN), shape.num_heads, shape.head_dim, dtype=qkv_TN.dtype, device=qkv_TN.device)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         q_weight, k_weight, eps = (norm.query, norm.key, norm.eps) if norm is not None else (qkv_TN, qkv_TN, 0.0)
@@ -277,7 +278,7 @@ class CudaOps:
         if isinstance(queries, Unrotated):
             attention.decode(
                 form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
-                dependent=self.dependent,
+                dependent=self.dependent, early=self._early,
             )  # fmt: skip
             return out.view(len(out), -1)
         if inputs.shared:
@@ -293,7 +294,7 @@ class CudaOps:
             )
         attention.decode(
             form, queries, cache.keys, cache.values, inputs.state, inputs.work, out, inputs.max_rows, self.tuning,
-            dependent=self.dependent,
+            dependent=self.dependent, early=self._early and not inputs.shared,
         )  # fmt: skip
         if inputs.max_tiles:
             attention.prefill(
