@@ -54,7 +54,7 @@ TINY: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 # What a GPU's kernels take: bfloat16, heads of 64 or 128, widths of whole tiles.
 CUDA_TINY: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 2500, "hidden_size": 512, "intermediate_size": 768},
-    "qwen3": {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128},
+    "qwen3": {"hidden_size": 1024, "intermediate_size": 1024, "head_dim": 128},  # wide enough to be normed in products
     "mistral": {"hidden_size": 512, "intermediate_size": 768, "head_dim": 64, "sliding_window": 100},
     "qwen2": {"hidden_size": 512, "intermediate_size": 768},
 }
