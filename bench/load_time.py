@@ -223,20 +223,22 @@ def watched() -> Iterator[list[int]]:
         watcher.join()
 
 
-def touch(size: int) -> None:
-    """Have the host back so much memory, and give it to the kernel's free list."""
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
-        room.madvise(mmap.MADV_HUGEPAGE)
-        for page in range(0, size, mmap.PAGESIZE):
-            room[page] = 1
+def touched(size: int) -> mmap.mmap:
+    """So much memory that the host has backed; closed, it goes to the kernel's free list."""
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(mmap.MADV_HUGEPAGE)
+    for page in range(0, size, mmap.PAGESIZE):
+        room[page] = 1
+    return room
 
 
 def rank_process(share: Share, total: int, parent: Connection) -> None:
     load = loader(share) if share.kind in ("load", "pack") else None
-    if share.touch and share.kind != "read":
-        touch(total // share.tp + (total // share.tp >> 2))
+    room = touched(total // share.tp + (total // share.tp >> 2)) if share.touch and share.kind != "read" else None
     parent.send(None)
-    parent.recv()
+    parent.recv()  # every rank has touched its own before one frees it
+    if room is not None:
+        room.close()
     before = anonymous_bytes()
     with watched() as largest:
         began = time.perf_counter()

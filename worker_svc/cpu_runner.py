@@ -1,10 +1,11 @@
 """The runner on a CPU: a step is done when `launch` returns.
 
 Knows how a plan becomes hidden states, logits and drawn tokens, and which rows' numbers leave the rank. Does not know
-families, kernels or the sampler's rules. Invariant: every rank makes the same collective calls in the same order, since
-what it calls follows from the plan alone; only rank 0 keeps what only the scheduler reads (logits, prompt scores).
+families, kernels or the rules by which a token is drawn. Invariant: every rank makes the same collective calls in the
+same order, since what it calls follows from the plan alone; only rank 0 keeps what only the scheduler reads (logits,
+prompt scores).
 
-Legend: T tokens, S sampling rows, V vocabulary.
+Legend: T tokens, S sampling rows, L columns of this rank.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ import torch
 
 from protos.step import NO_FLOATS, NO_INTS, Description, Floats, GroupConfig, StepBatch, StepResult
 from worker_svc import step_inputs
+from worker_svc.drawing import draw
 from worker_svc.kv_cache import KVCache, blocks_in
 from worker_svc.models import Decoder
 from worker_svc.parallel.group import Group
 from worker_svc.prompt_scores import PromptScores
-from worker_svc.sampling import Drawn, SamplerRow, sample
+from worker_svc.sampling import Drawn, SamplerRow
 from worker_svc.slots import SlotTable, StepPlan
 from worker_svc.spec import Shard
 
@@ -80,25 +82,25 @@ class CpuRunner:
             hidden_TD = self._model.forward(inputs, self._cache, self._group)
             scores = PromptScores()
             scores.add(self._model, hidden_TD, plan, self._group)
-            sampling = plan.samples.any()
-            logits_SV = self._model.logits(hidden_TD[inputs.sample_tokens_S], self._group) if sampling else None
-        if self._config.sample_at_scheduler:
-            return Done(self._result(batch, scores, logits=None if logits_SV is None else logits_SV.numpy()))
-        drawn = self._draw(plan, logits_SV) if logits_SV is not None else None
-        wanted = [row.sampling.return_logits for row, samples in zip(plan.rows, plan.samples) if samples]
-        rows = None if logits_SV is None or not any(wanted) else logits_SV.numpy()[np.array(wanted)]
-        return Done(self._result(batch, scores, drawn, rows))
+            local_SL = self._model.local_logits(hidden_TD[inputs.sample_tokens_S]) if plan.samples.any() else None
+            if local_SL is None:
+                return Done(self._result(batch, scores))
+            if self._config.sample_at_scheduler:
+                gathered = self._model.gather_logits(local_SL, self._group)
+                return Done(self._result(batch, scores, logits=gathered.numpy()))
+            drawn, logits = self._draw(plan, local_SL)
+        return Done(self._result(batch, scores, drawn, logits))
 
-    def _draw(self, plan: StepPlan, logits_SV: torch.Tensor) -> Drawn:
+    def _draw(self, plan: StepPlan, local_SL: torch.Tensor) -> tuple[Drawn, Floats | None]:
         """Draw, and make what was drawn known to the next step."""
         rows = [self._samplers[slot] for slot in plan.slots[plan.samples].tolist()]
-        drawn = sample(logits_SV, rows)
+        drawn, logits = draw(self._model, local_SL, rows, self._group)
         # a row that failed runs on with any token until it is retired; nobody reads what it says
         known = np.maximum(drawn.token_ids, 0)
         self._slots.drawn(plan, known)
         for row, token in zip(rows, known.tolist()):
             row.append(token)
-        return drawn
+        return drawn, logits
 
     def _result(
         self, batch: StepBatch, scores: PromptScores, drawn: Drawn | None = None, logits: Floats | None = None

@@ -4,7 +4,7 @@ Knows how a shard's findings are packed for one all-gather. Does not know how th
 sampler's arithmetic, by whole 1024-id blocks, so the bits are those of the gathered row. Invariant: every rank gets the
 same answer.
 
-Legend: P rows, D hidden size, B blocks of 1024 ids on the widest shard, k alternatives.
+Legend: P rows, D hidden size, L columns of this rank, B blocks of 1024 ids on the widest shard, k alternatives.
 """
 
 import numpy as np
@@ -15,22 +15,33 @@ from torch import Tensor
 from protos.step import Floats, Int32s
 from worker_svc.models.decoder import Decoder
 from worker_svc.parallel.group import Group
-from worker_svc.sampling import ShardScores, fold_scores, shard_scores
+from worker_svc.sampling import ShardScores, fold_largest, fold_scores, shard_largest, shard_scores
 
 
 def score_tokens(
     model: Decoder, hidden_PD: Tensor, target_ids: Int32s, k: int, group: Group
 ) -> tuple[Floats, Int32s, Floats]:
     """(logprobs [P], first k ids [P, k], their logprobs [P, k]): raw, ties by id, NaN where the row had one."""
-    local = model.local_logits(hidden_PD)
-    found = shard_scores(local, model.vocabulary.first_id, target_ids, k)
+    return score_shards(model, model.local_logits(hidden_PD), target_ids, k, group)
+
+
+def score_shards(
+    model: Decoder, local_PL: Tensor, target_ids: Int32s, k: int, group: Group
+) -> tuple[Floats, Int32s, Floats]:
+    """The same of logits that are there: this rank's columns, as `model.local_logits` gives them."""
+    found = shard_scores(local_PL, model.vocabulary.first_id, target_ids, k)
     return fold_scores(_exchange(found, model, group))
 
 
-def greedy_tokens(model: Decoder, hidden_PD: Tensor, group: Group) -> Int32s:
-    """[P] ids of the largest logits, the lowest of equal ones; -1 for a row that holds a NaN."""
-    logprobs, ids, _ = score_tokens(model, hidden_PD, np.zeros(len(hidden_PD), np.int32), 1, group)
-    return np.where(np.isnan(logprobs), np.int32(-1), ids[:, 0]).astype(np.int32)
+def greedy_tokens(model: Decoder, local_PL: Tensor, group: Group) -> Int32s:
+    """[P] ids of the largest logits, the lowest of equal ones; -1 for a row that the sampler would fail.
+
+    Ranks exchange two numbers a row.
+    """
+    ids, logits = shard_largest(local_PL, model.vocabulary.first_id)
+    packed = torch.from_numpy(np.stack((ids, logits)).astype(np.float64))  # both are exact in fp64
+    gathered = group.all_gather(packed.to(model.device)).cpu().numpy()
+    return fold_largest(gathered[:, 0].astype(np.int32), gathered[:, 1])
 
 
 def _exchange(found: ShardScores, model: Decoder, group: Group) -> list[ShardScores]:

@@ -10,13 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# In every process of the cluster, once the CPU runner is imported: its noise is keyed by the row's place.
+# In every process of the cluster, once what draws is imported: the noise is keyed by the row's place.
 BROKEN_WORKER = """
 import importlib.abc, importlib.util, sys
 
 class Break(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "worker_svc.cpu_runner":
+        if name != "worker_svc.drawing":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sampling.small_engine import SmallEngine, alone, count_differing, draw_requests, threads
 from tests.tiny_models import make_tiny
-from worker_svc import cpu_runner
+from worker_svc import cpu_runner, drawing
 from worker_svc.attention import paged, work
 from worker_svc.ops import cpu
 from worker_svc.sampling import SamplerRow
@@ -154,7 +154,7 @@ def all_reduce_in_the_librarys_order(set_, engine):
 
 
 def noise_keyed_by_row(set_, engine):
-    original = cpu_runner.sample
+    original = drawing.sample
 
     def sample(logits, rows):
         choices = [row.choice for row in rows]
@@ -165,11 +165,11 @@ def noise_keyed_by_row(set_, engine):
             row.choice = choice
         return drawn
 
-    set_(cpu_runner, "sample", sample)
+    set_(drawing, "sample", sample)
 
 
 def largest_top_k_of_the_batch(set_, engine):
-    original = cpu_runner.sample
+    original = drawing.sample
 
     def sample(logits, rows):
         limits = [row.top_k for row in rows]
@@ -180,7 +180,7 @@ def largest_top_k_of_the_batch(set_, engine):
             row.top_k = limit
         return drawn
 
-    set_(cpu_runner, "sample", sample)
+    set_(drawing, "sample", sample)
 
 
 def forgotten_output_at_preemption(set_, engine):

@@ -90,4 +90,4 @@ def scores(
     hidden = Driver(loaded, group).step([row], [len(tokens)])
     hidden = torch.zeros_like(hidden) if ties else hidden
     found = score_tokens(loaded, hidden, np.array(targets, np.int32), k, group)
-    return (*found, greedy_tokens(loaded, hidden, group))
+    return (*found, greedy_tokens(loaded, loaded.local_logits(hidden), group))

@@ -56,12 +56,11 @@ class Vocabulary:
         """Logits of this rank's ids, [R, local]."""
         return ops.logits(x_RD, self.head)
 
-    def logits(self, ops: Ops, x_RD: Tensor, group: Group) -> Tensor:
-        """Logits of all ids on every rank, [R, V]."""
-        local = self.local_logits(ops, x_RD)
+    def gather(self, local_RL: Tensor, group: Group) -> Tensor:
+        """Logits of all ids on every rank, [R, V], from what each rank has of them."""
         if group.tp == 1:
-            return local
+            return local_RL
         widest = max(len(part) for part in self.parts)
-        padded = torch.nn.functional.pad(local, (0, widest - local.shape[1]))
+        padded = torch.nn.functional.pad(local_RL, (0, widest - local_RL.shape[1]))
         gathered = group.all_gather(padded)
         return torch.cat([rows[:, : len(part)] for rows, part in zip(gathered, self.parts, strict=True)], 1)

@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ from worker_svc.loading.snapshot import DTYPE_NAMES, Snapshot, SnapshotRefused, 
 
 BUFFER_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # what a thread reads at a time
+SHORT_BYTES = 32 << 10  # runs below it, on average, are read by one thread
 HUGE_BYTES = 2 << 20  # tensors from this size on lie in huge pages
+
+Run: TypeAlias = tuple[int, int]  # contiguous bytes of a file: offset, count
+Place: TypeAlias = tuple[int, int, memoryview]  # descriptor, offset, and where as many bytes as it has room for go
 
 # Buffers that some writers save; they hold nothing that the config does not say.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias")
@@ -54,15 +58,6 @@ def check_inventory(snapshot: Snapshot, declared: Iterable[Slice], tied: tuple[s
         raise SnapshotRefused(violations)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Contiguous bytes of a file."""
-
-    stored: StoredTensor
-    offset: int
-    count: int
-
-
 class Reader:
     """Reads declared slices. `bytes_read` counts what came from the files."""
 
@@ -80,7 +75,7 @@ class Reader:
         """The parameter's tensor on the device, contiguous and owned, cast from the checkpoint's dtype."""
         target = self._room(parameter.shape)
         row = 0
-        kept: list[tuple[_Run, memoryview]] = []
+        kept: list[Place] = []
         for part in parameter.slices:
             rows = part.kept_shape[0]
             into = target[row : row + rows].view(-1)
@@ -89,9 +84,9 @@ class Reader:
                 continue
             stored = self._snapshot.tensors[part.name]
             if getattr(torch, DTYPE_NAMES[stored.dtype]) == self._dtype and self._device.type == "cpu":
-                kept += _places(_runs(stored, part, PIECE_BYTES), _bytes_of(into))
+                kept += _places(self._descriptor(stored), _runs(stored, part, PIECE_BYTES), _bytes_of(into))
             else:
-                self._cast(_runs(stored, part, BUFFER_BYTES), stored, into)
+                self._cast(stored, _runs(stored, part, BUFFER_BYTES), into)
         self._read_all(kept)
         return target
 
@@ -111,12 +106,10 @@ class Reader:
                 memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=self._dtype).view(shape)
 
-    def _read_all(self, places: list[tuple[_Run, memoryview]]) -> None:
+    def _read_all(self, places: list[Place]) -> None:
         """Each run to its place. Short ones by this thread alone: two would wait for the interpreter, not for bytes."""
-        for run, _ in places:
-            self._descriptor(run.stored)
-        total = sum(run.count for run, _ in places)
-        helpers = self._helpers if total >= len(places) * (PIECE_BYTES >> 4) and total > PIECE_BYTES else 0
+        total = sum(len(into) for _, _, into in places)
+        helpers = self._helpers if total > PIECE_BYTES and total >= len(places) * SHORT_BYTES else 0
         left = iter(places)  # taken one at a time by whoever is free
         waiting = [self._pool.submit(self._take, left) for _ in range(helpers)]
         try:
@@ -126,50 +119,47 @@ class Reader:
                 future.result()
         self.bytes_read += total
 
-    def _take(self, places: Iterator[tuple[_Run, memoryview]]) -> None:
-        for run, into in places:
-            self._pread(run, into)
+    def _take(self, places: Iterable[Place]) -> None:
+        pread = os.preadv
+        for descriptor, offset, into in places:
+            got = pread(descriptor, (into,), offset)
+            while got < len(into):
+                more = pread(descriptor, (into[got:],), offset + got)
+                if more == 0:
+                    file = next(name for name, known in self._files.items() if known == descriptor)
+                    raise SnapshotRefused([f"{file} ended while it was read"])
+                got += more
 
-    def _cast(self, runs: Iterable[_Run], stored: StoredTensor, target: Tensor) -> None:
+    def _cast(self, stored: StoredTensor, runs: Iterable[Run], target: Tensor) -> None:
         """While one buffer is cast or sent to the device, the other one is filled."""
-        self._descriptor(stored)
-        dtype, item = getattr(torch, DTYPE_NAMES[stored.dtype]), stored.item_bytes
+        descriptor, dtype = self._descriptor(stored), getattr(torch, DTYPE_NAMES[stored.dtype])
         self._buffers = self._buffers or (_buffer(), _buffer())
         batches = _batches(runs, BUFFER_BYTES)
-        filled = self._pool.submit(self._fill, next(batches), self._buffers[0])
+
+        def fill(batch: list[Run], buffer: Tensor) -> Tensor:
+            count = sum(size for _, size in batch)
+            self._take(_places(descriptor, batch, _bytes_of(buffer)))
+            return buffer[:count]
+
+        filled = self._pool.submit(fill, next(batches), self._buffers[0])
         turn = done = 0
         while True:
-            count = filled.result()
-            ready, batch = self._buffers[turn][:count], next(batches, None)
+            ready, batch = filled.result(), next(batches, None)
             turn = 1 - turn
             if batch is not None:
-                filled = self._pool.submit(self._fill, batch, self._buffers[turn])
-            self.bytes_read += count
-            target[done : done + count // item].copy_(ready.view(dtype))
-            done += count // item
+                filled = self._pool.submit(fill, batch, self._buffers[turn])
+            self.bytes_read += len(ready)
+            values = ready.view(dtype)
+            target[done : done + len(values)].copy_(values)
+            done += len(values)
             if batch is None:
                 return
-
-    def _fill(self, runs: list[_Run], buffer: Tensor) -> int:
-        into, filled = _bytes_of(buffer), 0
-        for run in runs:
-            self._pread(run, into[filled : filled + run.count])
-            filled += run.count
-        return filled
 
     def _descriptor(self, stored: StoredTensor) -> int:
         key = str(stored.file)
         if key not in self._files:
             self._files[key] = os.open(key, os.O_RDONLY)
         return self._files[key]
-
-    def _pread(self, run: _Run, into: memoryview) -> None:
-        got = 0
-        while got < run.count:
-            count = os.preadv(self._descriptor(run.stored), [into[got:]], run.offset + got)
-            if count == 0:
-                raise SnapshotRefused([f"{run.stored.file} ended while it was read"])
-            got += count
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -180,36 +170,39 @@ def _buffer() -> Tensor:
     return torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
 
-def _runs(stored: StoredTensor, part: Slice, most: int) -> Iterator[_Run]:
+def _runs(stored: StoredTensor, part: Slice, most: int) -> Iterator[Run]:
     """A slice along `dim` as contiguous bytes of its file, in order, none longer than `most`."""
     inner = math.prod(stored.shape[part.dim + 1 :]) * stored.item_bytes
     count, stride = len(part.part) * inner, stored.shape[part.dim] * inner
     repeats, first = math.prod(stored.shape[: part.dim]), stored.begin + part.part.start * inner
     if count == stride:
         repeats, count = 1, repeats * count
-    for r in range(repeats):
+    for start in range(first, first + repeats * stride, stride):
+        if count <= most:
+            yield start, count
+            continue
         for begin in range(0, count, most):
-            yield _Run(stored, first + r * stride + begin, min(most, count - begin))
+            yield start + begin, min(most, count - begin)
 
 
-def _places(runs: Iterable[_Run], into: memoryview) -> Iterator[tuple[_Run, memoryview]]:
+def _places(descriptor: int, runs: Iterable[Run], into: memoryview) -> Iterator[Place]:
     """Each run with its part of `into`, one after the other."""
     done = 0
-    for run in runs:
-        yield run, into[done : done + run.count]
-        done += run.count
+    for offset, count in runs:
+        yield descriptor, offset, into[done : done + count]
+        done += count
 
 
-def _batches(runs: Iterable[_Run], limit: int) -> Iterator[list[_Run]]:
+def _batches(runs: Iterable[Run], limit: int) -> Iterator[list[Run]]:
     """Consecutive runs whose bytes together stay within `limit`."""
-    batch: list[_Run] = []
+    batch: list[Run] = []
     held = 0
     for run in runs:
-        if batch and held + run.count > limit:
+        if batch and held + run[1] > limit:
             yield batch
             batch, held = [], 0
         batch.append(run)
-        held += run.count
+        held += run[1]
     if batch:
         yield batch
 

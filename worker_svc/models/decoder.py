@@ -118,6 +118,10 @@ class Decoder:
         return self.vocabulary.local_logits(self.ops, hidden_RD)
 
     @torch.inference_mode()
+    def gather_logits(self, local_RL: Tensor, group: Group) -> Tensor:
+        """[R, V] on every rank, from each rank's `local_logits`."""
+        return self.vocabulary.gather(local_RL, group)
+
     def logits(self, hidden_RD: Tensor, group: Group) -> Tensor:
         """[R, V] in fp32 (fp64 for fp64 models), on every rank."""
-        return self.vocabulary.logits(self.ops, hidden_RD, group)
+        return self.gather_logits(self.local_logits(hidden_RD), group)

@@ -15,6 +15,24 @@ one, and no expression here has seen two of them.
 from worker_svc.sampling.kernels import warm_up
 from worker_svc.sampling.row import SamplerRow
 from worker_svc.sampling.sampler import Drawn, sample
-from worker_svc.sampling.scores import ShardScores, fold_scores, score, shard_scores
+from worker_svc.sampling.scores import (
+    ShardScores,
+    fold_largest,
+    fold_scores,
+    score,
+    shard_largest,
+    shard_scores,
+)
 
-__all__ = ["Drawn", "SamplerRow", "ShardScores", "fold_scores", "sample", "score", "shard_scores", "warm_up"]
+__all__ = [
+    "Drawn",
+    "SamplerRow",
+    "ShardScores",
+    "fold_largest",
+    "fold_scores",
+    "sample",
+    "score",
+    "shard_largest",
+    "shard_scores",
+    "warm_up",
+]

@@ -1,7 +1,8 @@
 """Log probabilities of given tokens: of whole rows, or from vocabulary shards that exchange a few numbers a row.
 
 `shard_scores` runs on each rank over its own columns (whole 1024-id blocks; a rank may have none), `fold_scores` over
-what all ranks found, in rank order. `score` is both in one place; the bits are the same for every cut.
+what all ranks found, in rank order. `score` is both in one place; the bits are the same for every cut. Who asks for the
+largest logit alone takes `shard_largest` and `fold_largest`: no exponential is computed.
 
     P rows (positions), L columns of a shard, B blocks, k alternatives
 """
@@ -92,6 +93,30 @@ def fold_scores(
         top_ids[p, : len(first)] = ids[p, present][first]
         top_logprobs[p, : len(first)] = [whole.log_prob(logit) for logit in logits[p, present][first]]
     return logprobs, top_ids, top_logprobs
+
+
+def shard_largest(logits_PL: Logits, first_id: int) -> tuple[Int32s, Floats]:
+    """(ids, logits) of the shard's largest logit of each row, ties to the lowest id; a NaN counts as the largest.
+
+    A shard without columns says -1 and -inf.
+    """
+    table = host_table(logits_PL)
+    rows, columns = table.shape
+    if not columns:
+        return np.full(rows, -1, np.int32), np.full(rows, -np.inf, table.dtype)
+    places = table.argmax(1)
+    return (places + first_id).astype(np.int32), table[np.arange(rows), places]
+
+
+def fold_largest(ids_SP: Int32s, logits_SP: Floats) -> Int32s:
+    """[P] ids of the largest logits over all shards in rank order, ties to the lowest id.
+
+    -1 for a row that held a NaN or +inf, or only -inf: what fails a row in `sample`.
+    """
+    largest_P = logits_SP.max(axis=0)  # NaN where any shard has one
+    first = logits_SP.argmax(axis=0)  # of shards with equal logits the first, whose ids are lower
+    chosen = ids_SP[first, np.arange(ids_SP.shape[1])]
+    return np.where(np.isfinite(largest_P), chosen, np.int32(-1)).astype(np.int32)
 
 
 def score(logits_PV: Logits, target_ids: Int32s, k: int) -> tuple[Float32s, Int32s, Float32s]:
