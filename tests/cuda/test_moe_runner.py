@@ -1,4 +1,4 @@
-"""A mixture with norms over all heads and clipped projections: the CUDA runner draws what the CPU runner draws."""
+"""Mixtures, one with norms over all heads and clipped projections, one with a window: both runners draw the same."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,14 @@ QWEN = test_runner.CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4,
     "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+MIXTRAL = test_runner.CONFIG | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2, "head_dim": None,
+    "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "sliding_window": 24,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [OLMOE, QWEN], ids=["olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("config", [OLMOE, QWEN, MIXTRAL], ids=["olmoe", "qwen3_moe", "mixtral"])
 def test_the_cuda_runner_draws_what_the_cpu_runner_draws(
     config: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
