@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from protos import codec
 from protos import worker_pb2 as pb
 from protos.step import NO_FLOATS, RowSampling, StepBatch, StepResult
-from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.config import ORDERS, CoreConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -27,7 +27,7 @@ STEADY_STEPS = 1500
 EOS = frozenset({2})
 
 
-def make_core(rows: int, max_seq_len: int = 32768, depth: int = 2, **options: int) -> Scheduler:
+def make_core(rows: int, max_seq_len: int = 32768, depth: int = 2, order: str = "arrival", **options: int) -> Scheduler:
     return Scheduler(
         CoreConfig(
             num_blocks=options.pop("num_blocks", rows * 300),
@@ -36,6 +36,7 @@ def make_core(rows: int, max_seq_len: int = 32768, depth: int = 2, **options: in
             max_seq_len=max_seq_len,
             max_queue=options.pop("max_queue", 4 * rows),
             pipeline_depth=depth,
+            order=order,
             **options,
         )
     )
@@ -155,10 +156,10 @@ def _area(num_prompt: int, outputs: Int64s) -> Int64s:
     return areas
 
 
-def pack(count: int, slots: int, num_blocks: int, num_prompt: int = 512) -> Packing:
+def pack(count: int, slots: int, num_blocks: int, num_prompt: int = 512, order: str = "arrival") -> Packing:
     """A trace of heavy-tailed requests, all there at once, through the core; how full the pool was kept."""
     lengths = longtail(count)
-    core = make_core(slots, num_blocks=num_blocks, max_queue=count, depth=1)
+    core = make_core(slots, num_blocks=num_blocks, max_queue=count, depth=1, order=order)
     answers = Answers(core)
     for key, length in enumerate(lengths.tolist()):
         core.submit(make_request(key, num_prompt, length, stops=frozenset()), 0.0)
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="only this many rows (1, 64, 256 and 1024 otherwise)")
     parser.add_argument("--trace", type=int, default=0, metavar="N", help="also pack a trace of N requests (10000)")
     parser.add_argument("--trace-blocks", type=int, default=10_000, metavar="N", help="the pool of that trace")
+    parser.add_argument("--order", choices=ORDERS, default="arrival", help="of the requests of that trace")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]  # of the machine: its other work makes these figures larger
@@ -211,7 +213,7 @@ def main() -> None:
             )
     result = answers[0] if arguments.rows else {"rows": answers}
     if arguments.trace:
-        packing = pack(arguments.trace, slots=256, num_blocks=arguments.trace_blocks)
+        packing = pack(arguments.trace, slots=256, num_blocks=arguments.trace_blocks, order=arguments.order)
         result["trace"] = asdict(packing)
         if not arguments.json:
             print(packing)

@@ -25,6 +25,7 @@ import grpc
 from protos.worker_link import SECRET_VARIABLE
 from scheduler_svc import limits, logs
 from scheduler_svc.calls import Calls
+from scheduler_svc.core.config import ORDERS
 from scheduler_svc.engine_config import EngineConfig
 from scheduler_svc.engine_process import Engine, EngineProcess, EngineStart
 from scheduler_svc.front_end import FrontEnd
@@ -82,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--no-forecast", action="store_true", help="admit what fits now, and preempt when the pool is full")
     add("--watermark", type=float, default=0.0, metavar="X", help="share of the pool that new choices leave free")
     add("--ageing", type=float, default=60.0, metavar="S", help="waiting so long is worth one priority; 0: nothing is")
+    add("--order", choices=ORDERS, default="arrival", help="makespan: what would outlast all else starts in time")
     add("--fair-tenants", action="store_true", help="tenants take turns by the tokens that they were given")
     add("--step-timeout", type=float, default=30.0, metavar="S", help="a step that takes longer ends the epoch")
     add(
@@ -180,6 +182,7 @@ def configure(arguments: Sequence[str] | None = None) -> tuple[SchedulerConfig, 
             forecast=not options.no_forecast,
             watermark=options.watermark,
             ageing_s=options.ageing,
+            order=options.order,
             fair_tenants=options.fair_tenants,
             step_timeout_s=options.step_timeout,
             recovery_timeout_s=options.recovery_timeout,

@@ -20,6 +20,7 @@ class EngineConfig:
     forecast: bool = True
     watermark: float = 0.0
     ageing_s: float = 60.0
+    order: str = "arrival"
     fair_tenants: bool = False
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 120.0

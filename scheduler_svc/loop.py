@@ -335,6 +335,7 @@ class EngineLoop:
             forecast=self._config.forecast,
             watermark=self._config.watermark,
             ageing_s=self._config.ageing_s,
+            order=self._config.order,
             fair_tenants=self._config.fair_tenants,
             epoch=facts.epoch,
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core.outlook import Outlook
 from scheduler_svc.core.residency import Residency
-from scheduler_svc.core.rows import LEAVING, PREFILL
+from scheduler_svc.core.rows import DECODE, LEAVING, PREFILL
 from scheduler_svc.core.sequence import Sequence
 
 # 400 requests of mean length 97 that may all reach 2048, 64 slots: 0 recomputes 8 % and takes 1300 steps, 0.5 4 % and
@@ -86,7 +86,7 @@ class Admission:
     def _is_worth_it(self, with_it: Outlook, shared: int, sequence: Sequence, num_computed: int, budget: int) -> bool:
         """It will be preempted when the pool is full: it gains tokens until then, and keeps some blocks afterwards."""
         config, target = self._config, sequence.to_compute
-        if self._residency.pool.num_available < MIN_IDLE * config.num_blocks:
+        if self._residency.pool.num_available < MIN_IDLE * config.num_blocks or not self._would_go_first(sequence):
             return False
         spare = config.num_blocks - shared
         fills_at = with_it.fills_at(spare, config.block_size)
@@ -102,6 +102,40 @@ class Admission:
             return False
         sequence.expected_waste = waste
         return True
+
+    def _would_go_first(self, sequence: Sequence) -> bool:
+        """A full pool takes it or one of lower priority, and no row that came later and started before its turn."""
+        rows, priority = self._residency.rows, sequence.request.priority
+        running = (rows.phase == PREFILL) | (rows.phase == DECODE)
+        if (rows.priority[running] < priority).any():
+            return True
+        return not (running & (rows.priority == priority) & (rows.order > sequence.order)).any()
+
+    def outlasts(self, sequence: Sequence, budget: int) -> bool:
+        """Whether all other work would be done before the sequence, even if it started now.
+
+        The work is what rows hold, in blocks x steps over the pool or in steps over the slots, whichever takes longer:
+        no schedule is shorter, so whatever needs as many steps sets the end.
+        """
+        queue, left = self._residency.queue, sequence.num_left
+        token_steps, outputs = float(queue.num_token_steps), queue.num_output_tokens
+        if queue.num_open:
+            typical = self._residency.lengths.typical()
+            outputs += queue.num_open * typical
+            token_steps += queue.num_open * typical * (queue.num_tokens / queue.num_sequences + typical / 2)
+        if left < self._steps(token_steps, outputs):
+            return False
+        if self._rows is None:
+            self._rows, self._shared = self._look_ahead(budget)
+        rows = self._rows
+        token_steps += float((rows.last * (rows.position + rows.last / 2)).sum())
+        return left >= self._steps(token_steps, outputs + int(rows.last.sum()))
+
+    def _steps(self, token_steps: float, outputs: int) -> float:
+        """The fewest steps for so much work; a row's last block is half empty on the average."""
+        config = self._config
+        pool = (token_steps + outputs * config.block_size / 2) / (config.num_blocks * config.block_size)
+        return max(pool, outputs / config.num_slots)
 
     def _work_ahead(self) -> int:
         """Tokens that running and waiting sequences are expected to compute."""

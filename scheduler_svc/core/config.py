@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ORDERS = ("arrival", "makespan")
+
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
@@ -18,6 +20,9 @@ class CoreConfig:
         prefix_cache: full blocks are found by content, live ones and those of ended sequences. Off: nothing is shared.
         model_version: tells the blocks of one set of weights from another's.
         ageing_s: waiting this long is worth one level of priority. 0: priorities are absolute.
+        order: of waiting choices of one priority. "arrival", or "makespan": the same, but one that would outlast all
+            other work starts before its turn, so that a backlog ends early; it passes those that came at most ageing_s
+            before it.
         fair_tenants: tenants take turns by the tokens they were given; priorities then order within a tenant.
         forecast: admit only what is seen to fit to its end; off: what fits now.
         watermark: share of the pool that admission leaves free while something runs.
@@ -36,6 +41,7 @@ class CoreConfig:
     prefix_cache: bool = True
     model_version: str = ""
     ageing_s: float = 60.0
+    order: str = "arrival"
     fair_tenants: bool = False
     forecast: bool = True
     watermark: float = 0.0
@@ -48,6 +54,8 @@ class CoreConfig:
         for name in ("max_queue", "max_queued_tokens", "ageing_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        if self.order not in ORDERS:
+            raise ValueError(f"order is {self.order!r}; it is one of {', '.join(ORDERS)}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it is a share below 1")
         if self.sample_at_scheduler and self.pipeline_depth > 1:

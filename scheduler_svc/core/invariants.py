@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 
+from scheduler_svc.core.queue import token_steps
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.rows import DECODE, FREE, LEAVING, PREFILL
 from scheduler_svc.core.sequence import Phase
@@ -93,6 +94,9 @@ def _check_queue(residency: Residency) -> None:
     waiting = list(residency.queue)
     assert len(waiting) == len(set(map(id, waiting))) == residency.queue.num_sequences
     assert residency.queue.num_tokens == sum(len(sequence.tokens) for sequence in waiting)
+    closed = [sequence for sequence in waiting if not sequence.stop_set]
+    assert residency.queue.num_output_tokens == sum(sequence.num_left for sequence in closed)
+    assert residency.queue.num_token_steps == sum(token_steps(len(s.tokens), s.num_left) for s in closed)
     for sequence in waiting:
         assert sequence.phase is Phase.WAITING and sequence.slot == -1 and not sequence.pending
     for digest in residency.queue.parked_on():

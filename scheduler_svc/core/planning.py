@@ -114,10 +114,10 @@ class Planner:
 
     def _admit(self, draft: Draft, budget: int, now: float) -> int:
         """Seat waiting sequences in their order until one does not fit; the budget that is left."""
-        queue, rows = self._residency.queue, self._residency.rows
+        rows = self._residency.rows
         self.blocked = ""
         self._admission.begin()
-        while (sequence := queue.head()) is not None:
+        while (sequence := self._next(budget)) is not None:
             if not rows.num_free:
                 self.blocked = "slots"
             elif not budget:
@@ -130,6 +130,15 @@ class Planner:
             if self.blocked:
                 break
         return budget
+
+    def _next(self, budget: int) -> Sequence | None:
+        """The head of the queue, or one that would outlast all others if it were not started now."""
+        queue = self._residency.queue
+        head = queue.head()
+        if head is None or self._config.order != "makespan":
+            return head
+        longest = queue.longest_beside(head)
+        return longest if longest is not None and self._admission.outlasts(longest, max(1, budget)) else head
 
     def _still_declined(self, sequence: Sequence) -> bool:
         """While nobody comes or goes the forecast hardly changes; with many rows it costs, and is asked less often."""

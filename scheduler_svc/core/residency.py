@@ -28,7 +28,7 @@ class Residency:
         self.rows = Rows(config.num_slots, config.max_blocks_per_row, config.max_seq_len)
         self.index = PrefixIndex(config.num_blocks)
         self.pool = self.index.pool
-        self.queue = WaitingQueue(config.ageing_s, config.fair_tenants)
+        self.queue = WaitingQueue(config.ageing_s, config.fair_tenants, by_length=config.order == "makespan")
         self.stops = StopTable()
         self.counters = Counters()
         self.ledger = Ledger(window=8 * config.num_blocks * config.block_size)

@@ -67,6 +67,11 @@ class Sequence:
         return self.num_prompt + self.request.max_tokens
 
     @property
+    def num_left(self) -> int:
+        """Output tokens that a waiting sequence may still get."""
+        return self.limit - len(self.tokens)
+
+    @property
     def scores_only(self) -> bool:
         return self.request.max_tokens == 0
 

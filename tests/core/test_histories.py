@@ -29,6 +29,7 @@ def random_bench(rng: np.random.Generator, **options) -> Bench:
         fair_tenants=bool(rng.random() < 0.3),
         forecast=bool(rng.random() < 0.6),
         watermark=float(rng.choice([0, 0.1])),
+        order=str(rng.choice(["arrival", "makespan"])),
         poisoned=lambda name, index: hash_of(name) % 19 == 0 and index >= 2,
         **options,
     )

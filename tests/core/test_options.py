@@ -25,13 +25,15 @@ def test_every_policy_of_the_core_has_its_flag():
     config = core_of().config
     assert (config.ageing_s, config.fair_tenants, config.watermark) == (60.0, False, 0.0)
     assert (config.max_queue, config.max_queued_tokens, config.forecast) == (1024, 1 << 24, True)
+    assert config.order == "arrival"
     config = core_of(
         *("--ageing", "5", "--fair-tenants", "--watermark", "0.1", "--max-queued-tokens", "5000"),
+        *("--order", "makespan"),
         *("--max-queue", "7", "--no-forecast", "--no-prefix-cache", "--pipeline-depth", "3"),
     ).config
     assert (config.ageing_s, config.fair_tenants, config.watermark) == (5.0, True, 0.1)
     assert (config.max_queue, config.max_queued_tokens, config.forecast) == (7, 5000, False)
-    assert (config.prefix_cache, config.pipeline_depth) == (False, 3)
+    assert (config.prefix_cache, config.pipeline_depth, config.order) == (False, 3, "makespan")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def test_every_policy_of_the_core_has_its_flag():
         (("--ageing", "-1"), "--ageing is -1.0; it cannot be negative"),
         (("--ageing", "inf"), "--ageing is inf"),
         (("--ageing", "nan"), "--ageing is nan"),
+        (("--order", "shortest"), "invalid choice: 'shortest'"),
         (("--watermark", "1"), "--watermark is 1; it is a share below 1"),
         (("--watermark", "nan"), "--watermark is nan"),
         (("--max-queued-tokens", "-1"), "--max-queued-tokens is -1"),

@@ -202,6 +202,75 @@ def test_waiting_long_enough_outranks_priority():
     assert not never.told[low, 0].finished, "without ageing, priority is all"
 
 
+def backlog(order: str, num_blocks: int, depth: int = 1) -> tuple[int, Bench]:
+    """Steps of 60 short requests and three long ones that come last."""
+    bench = Bench(
+        num_blocks=num_blocks, max_num_seqs=16, max_batch_tokens=128, order=order, pipeline_depth=depth, max_queue=100
+    )
+    for at in range(60):
+        bench.submit(8, max_tokens=8 + at % 9)
+    for _ in range(3):
+        bench.submit(8, max_tokens=90)
+    steps = bench.run()
+    bench.assert_solo()
+    return steps, bench
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [60, 100, 1000])
+def test_for_a_makespan_what_would_outlast_all_others_starts_in_time(num_blocks, depth):
+    by_arrival, _ = backlog("arrival", num_blocks, depth)
+    steps, bench = backlog("makespan", num_blocks, depth)
+    assert steps <= (0.97 if num_blocks == 60 else 0.85) * by_arrival
+    first = [key for key in range(1, 17) if bench.told[key, 0].finished[0].queue_s <= 2]
+    assert len(first) >= 6, "and until then those that came first"
+
+
+def test_a_makespan_starves_nobody_and_respects_priority():
+    """The short one is passed by longer ones that came within ageing_s of it, and by no other."""
+    bench = Bench(max_num_seqs=2, order="makespan", ageing_s=10, num_blocks=1000)
+    for _ in range(2):
+        bench.submit(3, max_tokens=4)
+    short = bench.submit(3, max_tokens=2)
+    later = []
+    for length in (20, 60, 180, 540):
+        later.append(bench.submit(3, max_tokens=length))
+        for _ in range(5):
+            bench.step()
+    bench.run()
+    bench.assert_solo()
+    started = {key: bench.told[key, 0].finished[0].queue_s + at for key, at in zip([short, *later], (0, 0, 5, 10, 15))}
+    assert started[later[1]] < started[short] < started[later[3]]
+    high = Bench(max_num_seqs=2, order="makespan")
+    keys = [high.submit(3, max_tokens=n, priority=p) for n, p in ((4, 1), (4, 1), (2, 1), (90, 0), (3, 1))]
+    high.run()
+    waits = [high.told[key, 0].finished[0].queue_s for key in keys]
+    assert max(waits) == waits[3], "whatever its length"
+
+
+def test_nothing_is_known_of_a_length_that_a_stop_may_cut():
+    for stops in (frozenset(), frozenset({500})):
+        bench = Bench(max_num_seqs=2, order="makespan")
+        keys = [bench.submit(3, max_tokens=n, stop_token_ids=stops) for n in (4, 4, 4, 4, 60)]
+        bench.run()
+        waits = [bench.told[key, 0].finished[0].queue_s for key in keys]
+        assert (waits[4] < waits[3]) == (not stops)
+
+
+def test_a_queue_ordered_for_a_makespan_does_not_keep_what_has_gone():
+    bench = Bench(max_num_seqs=2, order="makespan", num_blocks=200, check=False, strict=False)
+    bench.submit(3, max_tokens=300)
+    for _ in range(2000):
+        bench.submit(3, max_tokens=1)
+        bench.step()
+    kept = sum(map(len, bench.core._residency.queue._longest.values()))
+    assert kept <= 200, f"{kept} entries"
+    bench.run()
+    bench.submit(3, max_tokens=1)
+    bench.run()
+    assert sum(map(len, bench.core._residency.queue._longest.values())) <= 1
+
+
 def test_tenants_take_turns_by_tokens():
     bench = Bench(max_num_seqs=2, fair_tenants=True, num_blocks=256)
     greedy = [bench.submit(8, max_tokens=8, tenant="greedy") for _ in range(20)]

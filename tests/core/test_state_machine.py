@@ -47,6 +47,7 @@ class Histories(RuleBasedStateMachine):
         fair=st.booleans(),
         watermark=st.sampled_from([0.0, 0.3]),
         ageing=st.sampled_from([0.0, 5.0]),
+        order=st.sampled_from(["arrival", "makespan"]),
         queued_tokens=st.sampled_from([60, 10_000]),
     )
     def start(
@@ -62,6 +63,7 @@ class Histories(RuleBasedStateMachine):
         fair,
         watermark,
         ageing,
+        order,
         queued_tokens,
     ):
         self.parts = Parts()
@@ -79,6 +81,7 @@ class Histories(RuleBasedStateMachine):
             fair_tenants=fair,
             watermark=watermark,
             ageing_s=ageing,
+            order=order,
             max_queued_tokens=queued_tokens,
             scheduler=lambda config: RecordedScheduler(config, self.parts),
             poisoned=lambda name, index: name.startswith("nan") and index == 2,

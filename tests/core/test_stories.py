@@ -189,6 +189,16 @@ def fair_tenants() -> Teller:
     return teller
 
 
+def makespan() -> Teller:
+    bench = Bench(max_num_seqs=2, order="makespan", ageing_s=10)
+    teller = Teller(bench, "Two slots: the long one came last and would outlast all others, so it starts before them")
+    for number in range(4):
+        bench.submit(3, max_tokens=4, request_id=f"short{number}")
+    bench.submit(3, max_tokens=12, request_id="long")
+    teller.go_on()
+    return teller
+
+
 def watermark() -> Teller:
     bench = Bench(num_blocks=8, watermark=0.4, forecast=False)
     teller = Teller(bench, "Two of eight blocks would be left: the second waits until the first has ended")
@@ -240,6 +250,7 @@ STORIES: list[Callable[[], Teller]] = [
     deadline,
     priorities_age,
     fair_tenants,
+    makespan,
     watermark,
     finished_prefix,
     leader_gone,
