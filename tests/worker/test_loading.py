@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import edit_config, make_tiny
+from tests.tiny_models import FAMILIES, edit_config, make_tiny
 from tests.worker import huggingface, jobs
 from tests.worker.driver import Driver
 from tests.worker.mutants import MUTANTS
@@ -305,7 +305,7 @@ def test_experts_do_not_limit_tp(tiny: Callable[..., Path]) -> None:
     check_snapshot(tiny("mixtral", **heads), 3)
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen3_moe"))
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", (1, 2, 4))
 def test_a_rank_reads_its_parameters_bytes_and_no_more(
     family: str, tp: int, tiny: Callable[..., Path], ranks: RankPool

@@ -53,7 +53,8 @@ import torch
 from worker_svc.models.load import load_model, make_ops
 def anonymous() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
-make_ops(torch.bfloat16, "invariant", torch.device("cpu"))  # the self-test's and the compiler's memory is not loading
+dtype = getattr(torch, sys.argv[3])
+make_ops(dtype, "invariant", torch.device("cpu"))  # the self-test's and the compiler's memory is not loading
 before, peak, done = anonymous(), 0, False
 def watch() -> None:
     global peak
@@ -62,16 +63,17 @@ def watch() -> None:
         time.sleep(0.001)
 watcher = threading.Thread(target=watch)
 watcher.start()
-model = load_model(sys.argv[1], rank=0, tp=int(sys.argv[2]), dtype="bfloat16")
+model = load_model(sys.argv[1], rank=0, tp=int(sys.argv[2]), dtype=dtype)
 done = True
 watcher.join()
-print(peak - before, model.bytes_read)
+print(peak - before, model.bytes_read // 2 * dtype.itemsize)
 """
 
 
 @pytest.mark.parametrize("tp", (1, 3))
-def test_a_rank_takes_its_shard_and_little_more(folder: Path, tp: int) -> None:
-    """Peak anonymous memory while loading, against the shard's bytes and 64 MiB."""
-    command = [sys.executable, "-c", MEASURE, str(folder), str(tp)]
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_a_rank_takes_its_shard_and_little_more(folder: Path, dtype: str, tp: int) -> None:
+    """Peak anonymous memory while loading, as it is stored or cast, against the shard's bytes and 64 MiB."""
+    command = [sys.executable, "-c", MEASURE, str(folder), str(tp), dtype]
     peak, shard = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert 0.9 * shard < peak < shard + (64 << 20)

@@ -27,6 +27,18 @@ def test_scores_equal_the_full_softmax(vocab_size: int, tp: int, tiny: Callable[
         assert np.array_equal(greedy, logits.argmax(-1))
 
 
+@pytest.mark.parametrize("vocab_size", (5, 99, 100))
+def test_fewer_rows_than_ranks(vocab_size: int, tiny: Callable[..., Path], ranks: RankPool) -> None:
+    """One row on four ranks, three of which hold no id."""
+    folder = str(tiny("llama", vocab_size=vocab_size, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    (logits,) = ranks.run(1, jobs.logits, folder, "float64", TOKENS[:1])
+    expected = torch.from_numpy(logits).log_softmax(-1).numpy()
+    for logprobs, ids, _, greedy in ranks.run(4, jobs.scores, folder, "float64", TOKENS[:1], TARGETS[:1], 2):
+        assert np.abs(logprobs - expected[0, TARGETS[0]]).max() < 1e-12
+        assert ids.tolist() == [np.argsort(-expected[0], kind="stable")[:2].tolist()]
+        assert greedy.tolist() == [logits[0].argmax()]
+
+
 @pytest.mark.parametrize("tp", (2, 4))
 def test_scores_have_the_bits_of_one_rank(tp: int, tiny: Callable[..., Path], ranks: RankPool) -> None:
     folder = str(tiny("llama", vocab_size=3000))
