@@ -2,11 +2,14 @@
 
 The real engine loop in a thread of its own over an executor that answers at once. Each time the engine has been idle
 for 20 ms a request arrives; the time is from its arrival in the inbox to its first step at the executor (the loop's
-thread wakes, accepts, plans). Also the CPU time that the idle engine takes: it sleeps on its inbox.
+thread wakes, accepts, plans). In turn with it a bare thread is woken through a queue of the same kind, which shows what
+the machine itself takes: where other work has the cores, both wait for one. Also the CPU time that the idle engine
+takes: it sleeps on its inbox.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -50,16 +53,48 @@ class OneToken:
         pass
 
 
+class Bare:
+    """A thread that does nothing but wake."""
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[bool] = SimpleQueue()
+        self._woken = Event()
+        self._woken_at = 0.0
+        self._thread = Thread(target=self._run, name="bare")
+        self._thread.start()
+
+    def wake_s(self) -> float:
+        self._woken.clear()
+        begun = time.perf_counter()
+        self._inbox.put(True)
+        assert self._woken.wait(10)
+        return self._woken_at - begun
+
+    def close(self) -> None:
+        self._inbox.put(False)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while self._inbox.get():
+            self._woken_at = time.perf_counter()
+            self._woken.set()
+
+
 @dataclass
 class Wakes:
     wakes: int
     median_ms: float
     p99_ms: float
     most_ms: float
+    bare_median_ms: float
+    bare_p99_ms: float
+    bare_most_ms: float
     idle_cpu_share: float
+    load: float  # of the machine when it began
 
 
 def measure(wakes: int) -> Wakes:
+    load = os.getloadavg()[0]
     inbox: Inbox = SimpleQueue()
     serving, ended = Event(), Event()
 
@@ -75,7 +110,7 @@ def measure(wakes: int) -> Wakes:
     thread = Thread(target=loop.run, name="engine")
     thread.start()
     assert serving.wait(10)
-    times = []
+    bare, times, bare_times = Bare(), [], []
     for key in range(wakes):
         time.sleep(IDLE_S)
         request = make_request(key, 1, 1)
@@ -84,13 +119,16 @@ def measure(wakes: int) -> Wakes:
         inbox.put(Submit(request))
         assert ended.wait(10)
         times.append(1e3 * (executor.stepped_at - begun))
+        time.sleep(IDLE_S)
+        bare_times.append(1e3 * bare.wake_s())
     begun, cpu = time.perf_counter(), time.process_time()
     time.sleep(1.0)
     idle_cpu_share = (time.process_time() - cpu) / (time.perf_counter() - begun)
     inbox.put(Close())
     thread.join(10)
-    median, p99, most = (round(float(ms), 3) for ms in np.percentile(times, (50, 99, 100)))
-    return Wakes(wakes, median, p99, most, round(idle_cpu_share, 5))
+    bare.close()
+    figures = [round(float(ms), 3) for column in (times, bare_times) for ms in np.percentile(column, (50, 99, 100))]
+    return Wakes(wakes, *figures, round(idle_cpu_share, 5), round(load, 2))
 
 
 def main() -> None:

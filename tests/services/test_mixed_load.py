@@ -148,7 +148,9 @@ def total(values, name):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("flags", [{}, {"no_forecast": True, "fair_tenants": True}], ids=["default", "what fits now"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"no_forecast": True, "fair_tenants": True, "order": "makespan"}], ids=["default", "other"]
+)
 def test_everything_at_once_loses_doubles_and_changes_nothing(tmp_path, flags):
     model = make_tiny(tmp_path / "tiny")
     with Cluster(model, dtype="float32", check_invariants=True, **FLAGS, **flags) as cluster:
