@@ -166,10 +166,9 @@ def decode_batch(message: pb.StepBatch) -> step.StepBatch:
     _same_length("extended", batch.extended_slots, batch.extended_counts)
     _same_length("fed", batch.fed_slots, batch.fed_token_ids)
     _same_length("slots", batch.slots, batch.num_new)
-    counts = batch.extended_counts
-    if len(counts) or len(batch.extended_blocks):
-        if int(counts.sum()) != len(batch.extended_blocks) or (counts < 0).any():
-            raise CodecError("extended_counts do not add up to extended_blocks")
+    counts = batch.extended_counts.tolist()  # few, so that a list is quicker than an array
+    if sum(counts) != len(batch.extended_blocks) or min(counts, default=0) < 0:
+        raise CodecError("extended_counts do not add up to extended_blocks")
     return batch
 
 
