@@ -12,8 +12,9 @@ temporary folder and measures, one after the other and in --rounds rounds, each 
 
 and `read`, `load` and `pack` again for two ranks at a time, each a process with half of the threads and its share of
 the bytes. A figure is the median over the rounds of the wall time of the slowest rank; ratios are to `read` and `keep`
-of as many ranks; what packing takes is `pack` less `load`. `peak less shard` is a rank's largest anonymous memory while
-it loads, less what it had before, less the bytes of its shard; at most 64 MiB are allowed.
+of as many ranks, of CPU time to `keep` too, which other work on the machine disturbs less; what packing takes is `pack`
+less `load`. `peak less shard` is a rank's largest anonymous memory while it loads, less what it had before, less the
+bytes of its shard; at most 64 MiB are allowed.
 
 A virtual machine is given its memory by the host at the first touch, ten times more slowly than the kernel hands out a
 page; so each process first touches as much as it will need and frees it again (--cold leaves that out).
@@ -81,6 +82,7 @@ class Share:
 @dataclass(frozen=True)
 class Took:
     seconds: float
+    cpu_seconds: float
     peak_bytes: int  # anonymous memory above the start
     bytes: int  # read from the files
 
@@ -90,9 +92,11 @@ class Figure:
     kind: str
     ranks: int
     seconds: float
+    cpu_seconds: float  # of all ranks together
     gigabytes_per_s: float
-    to_read: float  # ratios to `read` and `keep` of as many ranks
+    to_read: float  # seconds to those of `read` and `keep` of as many ranks
     to_keep: float
+    cpu_to_keep: float
     spare_mib: float  # of the hungriest rank: peak less its shard
     all_seconds: tuple[float, ...]
 
@@ -241,10 +245,10 @@ def rank_process(share: Share, total: int, parent: Connection) -> None:
         room.close()
     before = anonymous_bytes()
     with watched() as largest:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         count = load() if load else read_files(share, total, keep=share.kind == "keep")
-        seconds = time.perf_counter() - began
-    parent.send(Took(seconds, largest[0] - before, count))
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    parent.send(Took(seconds, cpu_seconds, largest[0] - before, count))
 
 
 def run(share: Share, total: int) -> list[Took]:
@@ -279,6 +283,7 @@ def measure(folder: Path, total: int, rounds: int, threads: int, *, warm: bool) 
             slowest = max(took, key=lambda t: t.seconds)
             print(f"round {turn} {kind:5} {ranks} {slowest.seconds:7.2f} s", file=sys.stderr, flush=True)
     seconds = {case: [max(t.seconds for t in took) for took in runs] for case, runs in found.items()}
+    cpu = {case: statistics.median(sum(t.cpu_seconds for t in took) for took in runs) for case, runs in found.items()}
     figures = []
     for kind, ranks in CASES:
         runs, middle = found[kind, ranks], statistics.median(seconds[kind, ranks])
@@ -288,9 +293,11 @@ def measure(folder: Path, total: int, rounds: int, threads: int, *, warm: bool) 
                 kind,
                 ranks,
                 middle,
+                cpu[kind, ranks],
                 sum(t.bytes for t in runs[0]) / middle / 1e9,
                 middle / statistics.median(seconds["read", ranks]),
                 middle / statistics.median(seconds["keep", ranks]),
+                cpu[kind, ranks] / cpu["keep", ranks],
                 spare / (1 << 20),
                 tuple(seconds[kind, ranks]),
             )
@@ -299,11 +306,11 @@ def measure(folder: Path, total: int, rounds: int, threads: int, *, warm: bool) 
 
 
 def table(figures: Sequence[Figure]) -> Iterator[str]:
-    yield "what   ranks  seconds   GB/s  to read  to keep   peak less shard"
+    yield "what   ranks  seconds   GB/s  to read  to keep  cpu s  to keep   peak less shard"
     for f in figures:
         spare = f"{f.spare_mib:8.1f} MiB" if f.kind in ("load", "pack") else ""
         speed = f"{f.seconds:8.2f} {f.gigabytes_per_s:6.2f} {f.to_read:8.2f} {f.to_keep:8.2f}"
-        yield f"{f.kind:6} {f.ranks:5} {speed} {spare}"
+        yield f"{f.kind:6} {f.ranks:5} {speed} {f.cpu_seconds:6.2f} {f.cpu_to_keep:8.2f} {spare}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
