@@ -62,6 +62,7 @@ class Tuning:
     hopper_stages: int = 5
     hopper_turns: bool = False
     hopper_early: bool = False
+    few_rows_along: bool = False  # norms inside products, rotation inside attention; off: a difference is unexplained
     hopper_decode_rows: int = 8  # steps of up to so many take the kernel of `decode_hopper.py`, where it fits
     hopper_decode_programs: int = 2  # of a multiprocessor
     hopper_decode_stages: int = 6  # tiles of 64 keys or values that a program has room for, at a width of 128
@@ -146,7 +147,8 @@ def _decode_on_hopper(shape: Shape, dtype: torch.dtype, max_rows: int, tuning: T
 
 def rotates(shape: Shape, dtype: torch.dtype, max_rows: int, tuning: Tuning) -> bool:
     """Whether `decode` of so many rows takes them `Unrotated`."""
-    return _decode_on_hopper(shape, dtype, max_rows, tuning) and decode_hopper.can_rotate(shape, dtype)
+    fits = _decode_on_hopper(shape, dtype, max_rows, tuning) and decode_hopper.can_rotate(shape, dtype)
+    return tuning.few_rows_along and fits
 
 
 def decode(

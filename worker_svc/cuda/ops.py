@@ -186,7 +186,8 @@ class CudaOps:
         if isinstance(update, moe.Answers):
             normed = moe.combine_norm(update, residual_TD, weight_D, eps, self._count(), dependent=self.dependent)
             return normed, residual_TD
-        if self.numerics == "invariant" and matmul_hopper.can_norm(len(update), update.shape[1], update.dtype):
+        along = self.tuning.few_rows_along and self.numerics == "invariant"
+        if along and matmul_hopper.can_norm(len(update), update.shape[1], update.dtype):
             total = torch.empty_like(residual_TD)
             return Unnormed(update, residual_TD, total, weight_D, eps), total
         return self._norm(update, residual_TD, residual_TD, weight_D, eps), residual_TD
