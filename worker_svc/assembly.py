@@ -205,8 +205,8 @@ def open_rendezvous(config: WorkerConfig, host: str, group: GroupConfig, store_a
     if config.tp == 1:
         return _Alone()
     if config.device.startswith("cuda"):
-        from worker_svc.cuda.group import open_nccl_rendezvous
+        from worker_svc.cuda.group import open_cuda_rendezvous
 
-        meeting: Rendezvous = open_nccl_rendezvous(config, host, group, store_address)
+        meeting: Rendezvous = open_cuda_rendezvous(config, host, group, store_address)
         return meeting
     return _OverGloo(config, host, group, store_address)

@@ -61,9 +61,11 @@ class Pending:
     drawn: Drawn | None
     logits: Floats | None
     discard: bool  # sampling is the scheduler's: nothing drawn here counts
+    group: Group
 
     def result(self) -> StepResult:
         self.event.synchronize()
+        self.group.check()
         width = len(self.out) // 2
         tokens = self.out[: self.num_samples].copy()
         logprobs = self.out[width : width + self.num_samples].view(np.float32).copy()
@@ -249,7 +251,7 @@ class CudaRunner:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return Pending(
             batch, event, entry, self._state.out_host[entry], len(slots), slots, scores, places, drawn, logits,
-            at_scheduler,
+            at_scheduler, self._group,
         )  # fmt: skip
 
     def _draw(self, logits_SV: Tensor, places: Int32s, slots: Int32s) -> tuple[Drawn, Floats | None]:

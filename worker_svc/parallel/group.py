@@ -41,6 +41,10 @@ class Group(Protocol):
 
     def barrier(self) -> None: ...
 
+    def check(self) -> None:
+        """Raises GroupLost where a collective has ended without its peers; on CPU it raises that itself."""
+        ...
+
     def abort(self) -> None:
         """From any thread: collectives in flight on this rank fail soon. Idempotent."""
         ...
@@ -61,6 +65,9 @@ class SingleGroup:
         return x
 
     def barrier(self) -> None:
+        pass
+
+    def check(self) -> None:
         pass
 
     def abort(self) -> None:
@@ -99,6 +106,9 @@ class GlooGroup:
 
     def barrier(self) -> None:
         self._run(lambda group: group.barrier())
+
+    def check(self) -> None:
+        pass
 
     def abort(self) -> None:
         group, self._group = self._group, None
