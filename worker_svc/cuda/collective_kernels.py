@@ -10,8 +10,8 @@ A rank's region (addresses by rank are in `table`, then the address of two words
     [2, PROGRAMS, RANKS] int32 pads | slot 0 | slot 1
 
 Every launch is a call, counted by each of its PROGRAMS programs in this rank's `state`, so that a captured launch may
-be replayed ([PROGRAMS] calls so far, then one word: 1 once the host has ended the group, 2 once a wait took too long). All
-ranks make the same calls.
+be replayed ([PROGRAMS] calls so far, then one word: 1 once the host has ended the group, 2 once a wait took too
+long). All ranks make the same calls.
 Program p reads of its peers only what their programs p have written:
 
     write part to own slot (call & 1) -> pads[0, p, rank] of every peer = call -> wait for all of own pads[0, p] -> read
