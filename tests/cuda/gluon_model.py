@@ -46,6 +46,10 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.data.permute(order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        assert self.data.shape[-1] == shape[-1]
+        return Shared(self.data.as_strided(shape, (shape[-1], 1), self.data.storage_offset()))
+
     def load(self, layout: Any = None) -> torch.Tensor:
         return self.data.clone()
 
@@ -94,6 +98,9 @@ class Model:
 
     def run(self, module: types.ModuleType, kernel: str, *args: Any, **constants: Any) -> None:
         names = dict(vars(module))
+        for value in list(names.values()):
+            if hasattr(value, "fn") and hasattr(value.fn, "__globals__"):  # a part of the kernel from another module
+                names = value.fn.__globals__ | names
         for name, value in names.items():
             if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
                 names[name] = types.FunctionType(value.fn.__code__, names, name)
@@ -187,6 +194,11 @@ class Model:
     int64, float32, constexpr = torch.int64, torch.float32, staticmethod(lambda x: x)
     zeros_like = staticmethod(torch.zeros_like)
     exp2, expand_dims = staticmethod(torch.exp2), staticmethod(torch.unsqueeze)
+    rsqrt, reshape, permute = staticmethod(torch.rsqrt), staticmethod(torch.reshape), staticmethod(torch.permute)
+    sum = staticmethod(torch.sum)
+
+    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.stack((x, y), -1)
 
     def NVMMADistributedLayout(self, *_: Any) -> None: ...
     def SliceLayout(self, *_: Any) -> None: ...
@@ -241,9 +253,12 @@ class Model:
             found = combine(*found, *(value.select(axis, i) for value in values))
         return found
 
-    def load(self, pointer: Pointer) -> Any:
-        assert int(pointer.offset) >= 0
-        return pointer.tensor[int(pointer.offset)]
+    def load(self, pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> Any:
+        at = torch.as_tensor(pointer.offset)
+        if mask is not None:
+            return torch.where(mask, pointer.tensor[torch.where(mask, at, 0)], other)
+        assert int(at.min()) >= 0
+        return pointer.tensor[at]
 
     def store(self, pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
         at, value, mask = torch.broadcast_tensors(pointer.offset, value, mask)

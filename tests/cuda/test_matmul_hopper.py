@@ -18,6 +18,7 @@ from worker_svc.cuda.matmul_hopper import Unnormed
 from worker_svc.cuda.rows import add_norm_kernel
 
 kernel = pytest.importorskip("worker_svc.cuda.matmul_hopper_kernel")
+norm_hopper_kernel = pytest.importorskip("worker_svc.cuda.norm_hopper_kernel")
 PANEL = matmul_hopper.PANEL
 
 
@@ -32,10 +33,6 @@ class Shared(gluon_model.Shared):
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.data.permute(order))
-
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
-        assert self.data.shape[-1] == shape[-1]
-        return Shared(self.data.as_strided(shape, (shape[-1], 1), self.data.storage_offset()))
 
 
 class Boxes(gluon_model.Descriptor):
@@ -117,23 +114,23 @@ class Machine(Model):
     def maximum(self, x: Any, y: Any) -> Any:
         return x if x > y else y
 
-    def load(self, pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> Any:
-        if mask is None:
-            return super().load(pointer)
-        at = torch.where(mask, torch.as_tensor(pointer.offset), 0)
-        return torch.where(mask, pointer.tensor[at], other)
-
-    exp, reshape, permute = staticmethod(torch.exp), staticmethod(torch.reshape), staticmethod(torch.permute)
+    exp = staticmethod(torch.exp)
 
     def split(self, pairs: torch.Tensor) -> Any:
         return pairs.unbind(-1)
 
 
 def run(tile: Tile, n: int, k: int, height: int, rows: int, *, programs: int = 3, gated: bool = False,
-        biased: bool = False, boxed: bool = False, module: types.ModuleType = kernel) -> float:  # fmt: skip
-    """The largest error, in units of the largest output."""
+        biased: bool = False, boxed: bool = False, normed: bool = False,
+        module: types.ModuleType = kernel) -> float:  # fmt: skip
+    """The largest error, in units of the largest output. normed: x is left to the kernel to norm."""
     torch.manual_seed(n + k + rows)
     x, w, bias = torch.randn(height, k), torch.randn(n, k) / k**0.5, torch.randn(n)
+    update, residual, weight = torch.randn(height, k), torch.randn(height, k), torch.randn(k)
+    total = torch.full((height, k), float("nan"))
+    left = (Pointer(update.view(-1)), Pointer(residual.view(-1)), Typed(total.view(-1)), Pointer(weight), 1e-5)
+    if normed:
+        x = torch.nn.functional.rms_norm(update + residual, [k], weight, 1e-5)
     width = n // 2 if gated else n
     out = torch.full((height, width), float("nan"))
     w_boxes = Boxes(w, [matmul_hopper.box(tile), PANEL])
@@ -141,16 +138,19 @@ def run(tile: Tile, n: int, k: int, height: int, rows: int, *, programs: int = 3
         Machine(program, programs).run(
             module, "hopper_kernel", Boxes(x, [tile.block_m, PANEL]), w_boxes,
             Boxes(out, [tile.block_m, tile.block_n // (2 if gated else 1)]) if boxed else w_boxes,
-            Typed(out.view(-1)), Pointer(bias), Pointer(torch.tensor([rows])), None, None, None, None, 0.0,
+            Typed(out.view(-1)), Pointer(bias), Pointer(torch.tensor([rows])), *left,
             n, k, width, -(-n // tile.block_n),
             HEIGHT=tile.block_m, CUT=tile.block_n, WINDOW=matmul_hopper.window(tile), BOX=matmul_hopper.box(tile),
             BLOCK_K=tile.block_k, STAGES=tile.stages, GROUP=tile.group_m, ONE=height <= tile.block_m,
-            WARPS=tile.warps, GATED=gated, BIASED=biased, BOXED=boxed, NORMED=0, LIVE=0, DEPENDENT=False, LATE=False,
+            WARPS=tile.warps, GATED=gated, BIASED=biased, BOXED=boxed, NORMED=k if normed else 0,
+            LIVE=height if normed else 0, DEPENDENT=False, LATE=False,
         )  # fmt: skip
     want = x @ w.T + (bias if biased else 0.0)
     if gated:
         gate, up = want.view(height, -1, 2, 8).transpose(1, 2).reshape(height, 2, -1).unbind(1)
         want = gate * torch.sigmoid(gate) * up
+    if normed:
+        assert torch.equal(total[:rows], (update + residual)[:rows]) and total[rows:].isnan().all()
     if not boxed:
         assert out[rows:].isnan().all(), "rows past the count were written"
     assert out[:rows].isfinite().all()
@@ -183,6 +183,15 @@ def test_a_bias_is_added(boxed: bool) -> None:
     assert run(hopper(16, 64, 128, 4), 208, 320, 16, 9, biased=True, boxed=boxed) < 1e-5
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("height", "rows"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("columns", [1024, 2048])
+def test_a_product_norms_its_rows(columns: int, height: int, rows: int, gated: bool) -> None:
+    tile = matmul_hopper.norming(hopper(8, 48, 256, 8), columns)
+    assert tile is not None and matmul_hopper.norming(hopper(16, 48, 256, 8), columns) is None
+    assert run(tile, 208, columns, height, rows, gated=gated, normed=True) < 1e-5
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_ring_gets_stuck_or_is_read_early(seed: int) -> None:
     draw = random.Random(seed)
@@ -204,16 +213,43 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_kernel_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_model, "PATIENCE_S", 0.5)
-    text, (old, new) = Path(kernel.__file__).read_text(), MUTANTS[name]
+NORM_MUTANTS = {
+    "rows that follow the wrong row": ("(0, 4, 3, 2, 1)", "(0, 2, 3, 4, 1)"),
+    "columns in another order": ("(2, 0, 1, 3)", "(0, 2, 1, 3)"),
+    "the sum is not noted": ("gl.program_id(0) == 0", "gl.program_id(0) < 0"),
+    "the second row is the first": ("total, 1, rows", "total, 0, rows"),
+    "nothing is added": ("    x += gl.load(residual", "    gl.load(residual"),
+}
+
+
+@pytest.mark.parametrize("name", NORM_MUTANTS)
+def test_a_broken_norm_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = NORM_MUTANTS[name]
+    broken = load_changed(Path(norm_hopper_kernel.__file__), tmp_path, old, new)
+    monkeypatch.setattr(kernel, "columns", broken.columns)
+    monkeypatch.setattr(kernel, "norm_rows", broken.norm_rows)
+    try:
+        right = run(hopper(8, 48, 256, 3), 208, 4096, 2, 2, normed=True) < 1e-5
+    except AssertionError:
+        right = False
+    assert not right
+
+
+def load_changed(path: Path, folder: Path, old: str, new: str) -> types.ModuleType:
+    text = path.read_text()
     assert old in text
-    (tmp_path / "broken.py").write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("broken", tmp_path / "broken.py")
+    (folder / "broken.py").write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("broken", folder / "broken.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_kernel_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_model, "PATIENCE_S", 0.5)
+    module = load_changed(Path(kernel.__file__), tmp_path, *MUTANTS[name])
     tile = hopper(8, 24, 128, 3)
     try:
         right = run(tile, 160, 1088, 8, 8, programs=2, module=module) < 1e-5

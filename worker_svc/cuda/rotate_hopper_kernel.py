@@ -61,7 +61,7 @@ def write_heads(low, high, k_cache, v_cache, block, place, h,
                 KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """The key and the value among `rotated_heads` to their place in a block of the cache [blocks, K, PAGE, D]."""
     HALF: gl.constexpr = D // 2
-    L: gl.constexpr = low.type.layout
+    L: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [2, 16], [4, 1], [1, 0])
     r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
     d = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, L)), 0)
     to = ((block.to(gl.int64) * KV_HEADS + h) * PAGE + place) * D + d + 0 * r
