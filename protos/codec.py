@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from protos import step
 from protos import worker_pb2 as pb
 
-# Steps stay far below this for every batch that the scheduler's own bounds allow; logits travel in pieces.
+# Steps stay below this: the core bounds what one step introduces (core/batching.py), and logits travel in pieces.
 MAX_MESSAGE_BYTES = 64 << 20
 LOGITS_PIECE_BYTES = 1 << 20
 # One list for both ends of the inner service, since pings that one end sends and the other does not expect earn a

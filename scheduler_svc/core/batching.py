@@ -13,6 +13,10 @@ from protos.step import NO_INTS, Int32s
 from scheduler_svc.core.rows import Bools, Int64s, Rows
 from scheduler_svc.core.sequence import Sequence
 
+# Rows that find a long prompt in the cache cost hardly any of the token budget, and each brings all its tokens along.
+# So this bounds what one step introduces, one row at least; no message then comes near codec.MAX_MESSAGE_BYTES.
+MAX_INTRODUCED_BYTES = 16 << 20
+
 Kind = TypeVar("Kind", bound=np.generic)
 
 
@@ -57,6 +61,13 @@ class Draft:
 
     introduced: list[tuple[Sequence, int, int]] = field(default_factory=list)  # with num_computed, num_cached
     counts: dict[Sequence, int] = field(default_factory=dict)  # new tokens of PREFILL rows
+
+
+def introduction_bytes(sequence: Sequence, block_size: int) -> int:
+    """What introducing a waiting sequence adds to a message: its tokens, its table and its lists of token ids."""
+    sampling, num_tokens = sequence.request.sampling, len(sequence.tokens)
+    lists = 2 * len(sampling.bias_ids) + len(sampling.allowed_ids) + len(sampling.bad_ids) + len(sampling.stop_ids)
+    return 4 * (num_tokens + num_tokens // block_size + lists)
 
 
 def first_share(budget: int, contended: bool) -> int:

@@ -8,6 +8,7 @@ always gets on.
 import numpy as np
 
 from protos.step import NO_INTS, StepBatch
+from scheduler_svc.core import batching
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.batching import Chunk, Draft, Step, extension, first_share, step_columns
 from scheduler_svc.core.residency import Residency
@@ -114,22 +115,27 @@ class Planner:
 
     def _admit(self, draft: Draft, budget: int, now: float) -> int:
         """Seat waiting sequences in their order until one does not fit; the budget that is left."""
-        rows = self._residency.rows
+        rows, num_bytes = self._residency.rows, 0
         self.blocked = ""
         self._admission.begin()
         while (sequence := self._next(budget)) is not None:
             if not rows.num_free:
                 self.blocked = "slots"
-            elif not budget:
+            elif not budget or (num_bytes and num_bytes + self._num_bytes(sequence) > batching.MAX_INTRODUCED_BYTES):
                 self.blocked = "budget"
             elif self._still_declined(sequence):
                 self.blocked = "blocks"
             else:
+                num_more = self._num_bytes(sequence)
                 count = self._try(draft, sequence, budget, now)
                 budget -= count
+                num_bytes += num_more if count else 0
             if self.blocked:
                 break
         return budget
+
+    def _num_bytes(self, sequence: Sequence) -> int:
+        return batching.introduction_bytes(sequence, self._config.block_size)
 
     def _next(self, budget: int) -> Sequence | None:
         """The head of the queue, or one that would outlast all others if it were not started now."""

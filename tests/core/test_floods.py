@@ -5,6 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from protos import codec
+from scheduler_svc.core import batching
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.request import Overloaded
 from tests.core.engine import Bench
@@ -166,3 +168,55 @@ def test_scores_of_overlapping_prompts_do_not_depend_on_who_came_first(lengths, 
     for order in ((0, 1), (1, 0)):
         for at_once in (False, True):
             assert scores(order, at_once, cached=True) == expected
+
+
+# What one step may introduce
+
+
+def introduced_bytes(bench):
+    """Of each step that introduces more than one row."""
+    return [
+        sum(4 * (len(row.token_ids) + len(row.block_ids)) for row in batch.rows)
+        for batch in bench.fake.batches
+        if len(batch.rows) > 1
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_followers_of_a_long_prompt_come_in_steps_of_bounded_size(monkeypatch, depth):
+    monkeypatch.setattr(batching, "MAX_INTRODUCED_BYTES", 5000)
+    bench = Bench(num_blocks=500, max_num_seqs=16, max_batch_tokens=256, pipeline_depth=depth)
+    bench.fake.keep_batches = True
+    bench.submit(300, max_tokens=5, n=16)
+    bench.submit(1300, max_tokens=2)  # larger than the bound, alone
+    bench.run()
+    bench.assert_solo()
+    found = introduced_bytes(bench)
+    assert 4 <= len(found) and max(found) <= 5000
+    assert max(len(batch.rows) for batch in bench.fake.batches) == 3
+
+
+@pytest.mark.timeout(120)
+def test_no_step_of_a_hundred_and_eighty_long_rows_is_larger_than_a_message_may_be():
+    """All of them at once would be 77 MB, since each finds its prompt in the cache and computes one token."""
+    bench = Bench(
+        num_blocks=7000, block_size=16, max_num_seqs=180, max_batch_tokens=8192, max_seq_len=100_100, max_queue=200,
+        check=False, strict=False,
+    )  # fmt: skip
+    bench.fake.keep_batches = True
+    bench.submit(100_000, max_tokens=2, n=180)
+    sizes, steps = [], 0
+    while bench.step():
+        steps += 1
+        for batch in bench.fake.batches:
+            sizes.append(codec.encode_batch(batch).ByteSize())
+        bench.fake.batches.clear()
+    assert 10 << 20 < max(sizes) < codec.MAX_MESSAGE_BYTES // 2 and sum(sizes) > codec.MAX_MESSAGE_BYTES
+    assert steps < 30
+    bench.assert_idle()
+
+
+def test_a_core_without_that_bound_is_caught(monkeypatch):
+    monkeypatch.setattr(batching, "introduction_bytes", lambda sequence, block_size: 0)
+    with pytest.raises(AssertionError):
+        test_followers_of_a_long_prompt_come_in_steps_of_bounded_size(monkeypatch, 1)
