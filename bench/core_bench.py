@@ -70,6 +70,8 @@ class Timing:
     message_bytes: int  # of a step, without the 12 bytes of each row that needs a block
     steps_s: float
     us_a_row: float
+    plan_commit_p10_ms: float  # 10th percentiles: what is left of other work's share when the machine is busy
+    codec_p10_us: float
 
 
 def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
@@ -117,8 +119,11 @@ def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
         plans.append(planned - committed)
         codecs.append(done - begun)
         sizes.append(len(data) - 12 * len(batch.extended_slots))
-    turn = float(np.median(np.add(plans, commits)))
+    turns = np.add(plans, commits)
+    turn = float(np.median(turns))
     return Timing(
+        plan_commit_p10_ms=round(float(np.percentile(turns, 10)) * 1e3, 4),
+        codec_p10_us=round(float(np.percentile(codecs, 10)) * 1e6, 1),
         steps_s=round(1 / (turn + float(np.median(codecs)))),
         us_a_row=round(turn * 1e6 / rows, 3),
         plan_commit_ms=round(turn * 1e3, 4),
