@@ -41,6 +41,8 @@ def test_a_heavy_tailed_trace_is_packed_tightly():
     full_steps = packing.makespan_steps * (1 - packing.last_arrivals_share)
     assert full_steps <= 1.05 * packing.ideal_steps
     assert packing.recomputed_tokens <= 0.12 * 150 * 3000
+    for_makespan = pack(150, slots=64, num_blocks=5000, order="makespan")
+    assert for_makespan.makespan_steps <= 0.95 * packing.makespan_steps
 
 
 def test_the_core_bench_prints_its_keys():
