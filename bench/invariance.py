@@ -1,6 +1,6 @@
 """Same request, same bits: a fuzzer over the real services.
 
-    python bench/invariance.py --seconds 60 --seed 1 [--model DIR] [--device cuda] [--out FILE]
+    python bench/invariance.py --seconds 60 --seed 1 [--model DIR] [--device cuda [--tp 2 4]] [--out FILE]
     python bench/invariance.py --replay FILE
 
 Campaign after campaign: a model and a dtype are drawn, requests of every kind are run alone on the plainest deployment,
@@ -18,6 +18,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -103,11 +104,9 @@ class Tally:
 class Campaign:
     """One model in one dtype: what its requests were told alone, and the crowds that are held against it."""
 
-    def __init__(
-        self, name: str, model: Path, origin: dict[str, Any], dtype: str, max_len: int, seed: int, device: str
-    ) -> None:
+    def __init__(self, model: Path, origin: dict[str, Any], plain: Deployment, max_len: int, seed: int) -> None:
         self.model, self.origin, self.max_len = model, origin, max_len
-        self.plain = Deployment(name, dtype, device=device)
+        self.plain = plain
         self.rng = random.Random(seed)
         config = json.loads((model / "config.json").read_text())
         self._source = RequestSource(seed, Limits(config["vocab_size"], max_len))
@@ -236,11 +235,14 @@ def fuzz(options: argparse.Namespace, scratch: Path) -> int:
     rng = random.Random(options.seed)
     on_gpu = options.device != "cpu"
     axes = ["settings", "crowd", "order", *(CUDA_AXES if on_gpu else (*OPERATOR_AXES, "dtype"))]
+    asked = tuple(options.tp)
+    if on_gpu and asked:  # one process has no ranks
+        axes[axes.index("place")] = "tp"
     if options.model:
-        tps = () if on_gpu else shard_counts(options.model)
+        tps = asked if on_gpu else shard_counts(options.model)
         origins = [({"folder": str(options.model.resolve())}, options.model.name, tps)]
     elif on_gpu:
-        origins = [({"family": f, "overrides": o}, f, ()) for f, o in CUDA_TINY.items()]
+        origins = [({"family": f, "overrides": o}, f, asked) for f, o in CUDA_TINY.items()]
         axes.append("family")
     else:
         origins = [({"family": f, "overrides": o}, f, tps) for f, (o, tps) in TINY.items()]
@@ -257,9 +259,10 @@ def fuzz(options: argparse.Namespace, scratch: Path) -> int:
         (origin, name, tps), dtype = pairs[number % len(pairs)]
         number += 1
         stop = min(end, time.monotonic() + slice_s)
-        campaign = Campaign(
-            name, make_model(origin, scratch), origin, dtype, options.max_len, rng.randrange(1 << 30), options.device
+        plain = Deployment(
+            name, dtype, device=options.device, tp_invariant=on_gpu and bool(asked), gpus=gpus() if asked else 1
         )
+        campaign = Campaign(make_model(origin, scratch), origin, plain, options.max_len, rng.randrange(1 << 30))
         campaign.run_alone(slice_s * 0.15, least=32)
         print(f"{campaign.plain}: {len(campaign.requests)} requests alone", flush=True)
         first = True
@@ -273,6 +276,12 @@ def fuzz(options: argparse.Namespace, scratch: Path) -> int:
     return 0 if tally.passed else 1
 
 
+def gpus() -> int:
+    """How many there are, asked in another process: this one shall hold none."""
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+
+
 def alternate(origins: list[Any], dtypes: tuple[str, str]) -> list[tuple[Any, str]]:
     """Every model in every dtype, so that neighbours differ in both where they can: a short run has two of each."""
     turned = origins[1:] + origins[:1]
@@ -283,7 +292,8 @@ def alternate(origins: list[Any], dtypes: tuple[str, str]) -> list[tuple[Any, st
 def replay(path: Path, scratch: Path) -> int:
     case = Reproducer.read(path)
     model = make_model(case.model, scratch)
-    plain = Deployment(case.deployment.family, case.deployment.dtype, device=case.deployment.device)
+    drawn = case.deployment
+    plain = Deployment(drawn.family, drawn.dtype, device=drawn.device, tp_invariant=drawn.tp_invariant, gpus=drawn.gpus)
     request = next(a.request for a in case.arrivals if a.request.request_id == case.suspect)
     with plain.start(model, case.max_len) as cluster:
         alone = Driver(cluster.address).alone(request)
@@ -306,6 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--model", type=Path, metavar="DIR", help="a snapshot; default: tiny models of several families"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="on cuda: shard counts, with leaves; GPUs may be shared",
+    )
     parser.add_argument("--max-len", type=int, default=400, metavar="N", help="prompt and output of one choice")
     parser.add_argument("--out", type=Path, default=Path("invariance-reproducer.json"), metavar="FILE")
     parser.add_argument("--replay", type=Path, metavar="FILE")

@@ -275,6 +275,16 @@ def device_of(device: str, rank: int, tp: int) -> str:
     return f"cuda:{rank}" if device == "cuda" and tp > 1 else device
 
 
+def devices_of(device: str, listed: str | None, tp: int) -> list[str]:
+    """A device for each rank. listed: GPUs by rank, "0,0,1,1"; one may come more than once. Raises SystemExit."""
+    if listed is None:
+        return [device_of(device, rank, tp) for rank in range(tp)]
+    indices = listed.split(",")
+    if device != "cuda" or len(indices) != tp or not all(index.isdigit() for index in indices):
+        raise SystemExit(f"lockstep-up: --devices names a GPU for each of {tp} ranks, with --device cuda")
+    return [f"cuda:{index}" for index in indices]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep-up",
@@ -286,6 +296,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers, each with one shard (default 1)")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="port 0 takes a free one")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, where each worker takes a GPU (default cpu)")
+    parser.add_argument(
+        "--devices",
+        metavar="I,J,...",
+        help="GPUs by rank; ranks may share one (slow, for trials: give --kv-blocks as well). Default: 0,1,...",
+    )
+    parser.add_argument("--tp-invariant", action="store_true", help="on CUDA: the same bits with any --tp, at a price")
     parser.add_argument("--dtype", help="float32, bfloat16 or float64; default: the checkpoint's")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="of keys and values; default: the model's")
     parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
@@ -302,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     host, _, port = options.listen.rpartition(":")
     listen = f"{host}:{int(port) or free_port(host)}"
     addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(options.tp)]
+    devices = devices_of(options.device, options.devices, options.tp)
     threads = options.threads or max(1, launch.available_cores() // options.tp)
     # a secret of this run alone, in the environment because command lines are public
     environment = {**os.environ, SECRET_VARIABLE: secrets.token_hex(16)}
@@ -310,6 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shared += ["--dtype", options.dtype]
     if options.kv_dtype:
         shared += ["--kv-dtype", options.kv_dtype]
+    if options.tp_invariant:
+        shared.append("--tp-invariant")
     if options.no_cuda_graphs:
         shared.append("--no-cuda-graphs")
     workers = [
@@ -318,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             [
                 *_command("lockstep-worker", "worker_svc.app"),
                 *("--listen", address, "--model", options.model, "--rank", str(rank), "--tp", str(options.tp)),
-                *("--threads", str(threads), "--device", device_of(options.device, rank, options.tp), *shared),
+                *("--threads", str(threads), "--device", devices[rank], *shared),
             ],
             environment,
         )

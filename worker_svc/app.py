@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: the checkpoint's")
     parser.add_argument("--kv-dtype", choices=("float32", "bfloat16"), help="of keys and values; default: the model's")
     parser.add_argument("--numerics", default="invariant", choices=("invariant", "fast"))
+    parser.add_argument("--tp-invariant", action="store_true", help="on CUDA: the same bits with any --tp, at a price")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernels one by one: for debugging")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: all cores")
     parser.add_argument("--kv-memory", type=float, metavar="GIB", help="for the KV cache; default: what is sane")
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 dtype=options.dtype,
                 kv_dtype=options.kv_dtype,
                 numerics=options.numerics,
+                tp_invariant=options.tp_invariant,
                 threads=threads,
                 cuda_graphs=not options.no_cuda_graphs,
                 kv_memory_bytes=None if options.kv_memory is None else int(options.kv_memory * 2**30),

@@ -67,6 +67,7 @@ def _load_runner(config: WorkerConfig) -> Runner:
         tp=config.tp,
         dtype=dtype,
         numerics=config.numerics,
+        tp_invariant=config.tp_invariant,
         device=config.device,
         random_weights=config.random_weights,
     )

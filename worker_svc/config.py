@@ -16,6 +16,7 @@ class WorkerConfig:
     dtype: str | None = None
     kv_dtype: str | None = None  # None: the model's
     numerics: Literal["invariant", "fast"] = "invariant"
+    tp_invariant: bool = False  # on CUDA: bits do not depend on tp either; a CPU's never do
     threads: int = 1
     kv_memory_bytes: int | None = None
     cuda_graphs: bool = True  # False launches kernels one by one: the same bits, slowly

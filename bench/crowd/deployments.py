@@ -34,6 +34,8 @@ class Deployment:
     numerics: str = "invariant"
     device: str = "cpu"
     graphs: bool = True  # of the GPU
+    tp_invariant: bool = False  # of a GPU's products
+    gpus: int = 1  # that ranks take in turn
 
     def start(self, model_dir: Path, max_len: int) -> Cluster | EmbeddedDriver:
         """Not yet entered."""
@@ -51,6 +53,10 @@ class Deployment:
         }
         if self.device != "cpu":
             shared["device"] = self.device
+        if self.tp_invariant:
+            shared["tp_invariant"] = True
+        if self.device == "cuda" and self.tp > 1:
+            shared["devices"] = ",".join(str(rank % self.gpus) for rank in range(self.tp))
         if self.place == "one process":
             return EmbeddedDriver({"model": str(model_dir), "prefix_cache": self.prefix_cache} | shared)
         if not self.graphs:
@@ -80,8 +86,8 @@ OPERATOR_AXES = (
     "place",
     "deaths",
 )
-# The axes of a deployment on a GPU, where threads do not matter and one GPU is one rank. Where rows are sampled is a
-# part of the fingerprint: the device computes logprobs in fp32, the host in fp64.
+# The axes of a deployment on a GPU, where threads do not matter; tp comes instead of `place` if asked for. Where
+# rows are sampled is a part of the fingerprint: the device computes logprobs in fp32, the host in fp64.
 CUDA_AXES = ("chunk", "blocks", "block_size", "depth", "prefix_cache", "place", "deaths", "graphs")
 
 
@@ -101,7 +107,8 @@ def draw(rng: random.Random, plain: Deployment, tps: tuple[int, ...], max_len: i
     if "depth" in missing and "sample_at" in missing:
         at = "worker"  # sampling at the scheduler has depth 1: one of the two at a time
     # The first deployment of a run tries what needs services; the one beside it may be one process.
-    place = value("place", "one process") if "deaths" not in missing else plain.place
+    alone = "deaths" not in missing and not plain.tp_invariant
+    place = value("place", "one process") if alone else plain.place
     block_size = value("block_size", *((32, 64) if on_gpu else (8, 32)))
     fewest = -(-max_len // block_size)
     return replace(

@@ -19,9 +19,10 @@ import torch
 import triton
 from torch import Tensor
 
-from worker_svc.cuda import attention, matmul_hopper, moe, rows
+from worker_svc.cuda import attention, leaf_product, matmul_hopper, moe, rows
 from worker_svc.cuda.attention import Shape, Tuning, Work
 from worker_svc.cuda.decode_hopper import Unrotated
+from worker_svc.cuda.group import sum_across
 from worker_svc.cuda.matmul import interleave_gate, linear
 from worker_svc.cuda.matmul_hopper import Unnormed
 from worker_svc.cuda.step_state import StepState
@@ -38,11 +39,12 @@ ROPE_GROUP, ROPE_WARPS = 8, 4  # heads a program; part of the expression of a q/
 
 @dataclass(frozen=True, slots=True)
 class CudaWeight:
-    """[N, K]; a gated one interleaved (`matmul.interleave_gate`)."""
+    """[N, K]; a gated one interleaved (`matmul.interleave_gate`). leaves: how K is summed, if not as a whole."""
 
     weight: Tensor
     bias: Tensor | None = None
     gated: bool = False
+    leaves: LeafPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,15 @@ class CudaOps:
     numerics: `invariant`, or `fast` for cuBLAS products.
     dependent: launch the kernels of small decodes before the one before has ended. Large steps are slower so (measured:
         5 % at 256 rows of Qwen3-8B, 10 % in prefill).
+    in_leaves: sum row-parallel products in the model's leaves, so that the number of ranks changes no bit.
     """
 
-    def __init__(self, dtype: torch.dtype, numerics: str = "invariant", *, dependent: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype, numerics: str = "invariant", *, dependent: bool = True, in_leaves: bool = False
+    ) -> None:
         self.dtype = dtype
         self.numerics = numerics
+        self.in_leaves = in_leaves
         self.tuning = Tuning()
         self.dependent = self._may_depend = dependent
         self._num_tokens: Tensor | None = None
@@ -116,7 +122,7 @@ class CudaOps:
         return self.prepare_column(weight_VD, None)
 
     def prepare_row(self, weight_NK: Tensor, bias_N: Tensor | None, part: LeafPart) -> CudaWeight:
-        return CudaWeight(weight_NK, bias_N)
+        return CudaWeight(weight_NK, bias_N, leaves=part if self.in_leaves else None)
 
     def prepare_gated(self, weight_NK: Tensor) -> CudaWeight:
         return CudaWeight(interleave_gate(weight_NK), gated=True)
@@ -209,11 +215,22 @@ class CudaOps:
         return self._product(x_TK, weight, self.dtype, self._count())
 
     def row_linear(self, x_TK: Tensor, weight: CudaWeight, group: Group) -> Tensor:
+        if weight.leaves is not None:
+            return self._row_leaves(x_TK, weight, weight.leaves, group)
         if group.tp == 1:
             return self._product(x_TK, weight, self.dtype, self._count())
         part = self._product(x_TK, CudaWeight(weight.weight), torch.float32, self._count())
-        total = fold(list(group.all_gather(part).unbind(0)))
-        return (total if weight.bias is None else total + weight.bias).to(self.dtype)
+        return sum_across(part[None], LeafPart(group.rank, 1, group.tp), group, self.dtype, weight.bias)
+
+    def _row_leaves(self, x_TK: Tensor, weight: CudaWeight, part: LeafPart, group: Group) -> Tensor:
+        count, matrix, dependent = self._count(), weight.weight, self.dependent
+        if group.tp == 1:
+            return leaf_product.folded(x_TK, matrix, part.count, count, self.dtype, weight.bias, dependent=dependent)
+        if part.is_node and len(x_TK) > leaf_product.APART_ROWS:
+            sums = leaf_product.folded(x_TK, matrix, part.count, count, torch.float32, dependent=dependent)[None]
+        else:
+            sums = leaf_product.apart(x_TK, matrix, part.count, count, dependent=dependent)
+        return sum_across(sums, part, group, self.dtype, weight.bias)
 
     def full_norms(self, qkv_TN: Tensor, norm: QKNorm, shape: HeadShape, part: LeafPart, group: Group) -> FullNormed:
         """A head is a leaf of its own here, so that a rank's sum is a node of the tree."""
@@ -324,9 +341,11 @@ class CudaOps:
         if group.tp == 1:
             return answers
         part = moe.combine(answers, count, torch.float32, dependent=self.dependent)
-        return fold(list(group.all_gather(part).unbind(0))).to(self.dtype)
+        return sum_across(part[None], LeafPart(group.rank, 1, group.tp), group, self.dtype)
 
     def logits(self, x_RD: Tensor, weight: CudaWeight) -> Tensor:
+        if not len(weight.weight):  # a rank may hold no ids
+            return torch.empty(len(x_RD), 0, dtype=torch.float32, device=weight.weight.device)
         count = self._num_samples
         if count is None:
             count = torch.tensor([len(x_RD)], dtype=torch.int32, device=x_RD.device)

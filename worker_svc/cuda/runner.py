@@ -296,11 +296,11 @@ def load_cuda_runner(config: WorkerConfig, checked: CheckedSnapshot, model: Deco
         arithmetic="triton" if config.numerics == "invariant" else "cublas",
         dtype=name,
         kv_dtype=name,
-        leaves="1",
+        leaves=str(checked.spec.leaves) if config.tp_invariant else "1",
         torch=torch.__version__,
         triton=triton.__version__,
         threads="any",
-        tp=str(config.tp),
+        tp="any" if config.tp_invariant else str(config.tp),
     )
     free, _ = torch.cuda.mem_get_info(device)
     memory = config.kv_memory_bytes or max(0, free - RESERVE_BYTES)

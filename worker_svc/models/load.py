@@ -4,6 +4,7 @@ Knows the order of checks and the choice of ops. Invariant: what `check_snapshot
 of a disk that changes under it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,6 +66,7 @@ def load_model(
     tp: int = 1,
     dtype: str | torch.dtype = "auto",
     numerics: Mode = "invariant",
+    tp_invariant: bool = False,
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
     random_weights: int | None = None,
@@ -76,7 +78,7 @@ def load_model(
     checked = check_snapshot(model_dir, tp, weights=random_weights is None)
     target = torch.device(device)
     wanted = resolve_dtype(dtype, checked.spec)
-    ops = ops or make_ops(wanted, numerics, target)
+    ops = ops or make_ops(wanted, numerics, target, checked.spec if tp_invariant else None)
     model = Decoder(checked.family, checked.spec, Shard(rank, tp), ops)
     reader: Reader | RandomReader
     if random_weights is None:
@@ -107,11 +109,15 @@ def resolve_dtype(dtype: str | torch.dtype, spec: ModelSpec) -> torch.dtype:
     return DTYPES[name]
 
 
-def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device) -> Ops:
+def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device, in_leaves: ModelSpec | None = None) -> Ops:
+    """in_leaves: on CUDA, sum this model's row-parallel products in leaves. Raises ModelRefused if it cannot."""
     if device.type == "cuda":
-        from worker_svc.cuda.ops import CudaOps  # Triton is not there on a machine without a GPU
+        from worker_svc.cuda.leaf_product import can_cut  # Triton is not there on a machine without a GPU
+        from worker_svc.cuda.ops import CudaOps
 
-        ops: Ops = CudaOps(dtype, numerics)
+        if in_leaves is not None:
+            _check_leaves(in_leaves, numerics, can_cut)
+        ops: Ops = CudaOps(dtype, numerics, in_leaves=in_leaves is not None)
         return ops
     from worker_svc.ops.cpu import CpuOps
     from worker_svc.ops.invariance import fastest, probe
@@ -124,6 +130,17 @@ def make_ops(dtype: torch.dtype, numerics: Mode, device: torch.device) -> Ops:
     compiled = CompiledCpuOps(dtype, chosen)
     compiled.warm_up(dtype)
     return compiled
+
+
+def _check_leaves(spec: ModelSpec, numerics: Mode, can_cut: Callable[[int, int], bool]) -> None:
+    found = ["the sums of experts are not cut into leaves on cuda yet"] if spec.moe is not None else []
+    if numerics != "invariant":
+        found.append(f"numerics {numerics} promises nothing across tp")
+    for what, width in (("attention", spec.q_size), ("feed-forward", spec.intermediate_size)):
+        if not can_cut(width, spec.leaves):
+            found.append(f"the {what} width {width} is not cut into {spec.leaves} leaves on cuda")
+    if found:
+        raise ModelRefused([f"tp-invariant: {reason}" for reason in found])
 
 
 NO_OPS: Ops = None  # type: ignore[assignment]  # declaring parameters computes nothing
