@@ -38,7 +38,7 @@ VOCABULARY = 151_936
 DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILLS = (2048, 8192)
 LIMIT_S = 60.0
-BUDGET_S = 4.0  # of one size
+BUDGET_S = 2.0  # of one size
 
 
 def timed(call: Callable[[], object], calls: int, group: Group) -> float:

@@ -24,7 +24,7 @@ from worker_svc.ops.leaves import LeafPart, fold, leaf_part
 from worker_svc.parallel.group import GroupLost
 
 SLOT, PROGRAMS = 1 << 16, 3
-LIMIT_S = 10.0  # of a GPU's waits
+LIMIT_S = 15.0  # of a GPU's waits
 
 
 class HostMemory:
