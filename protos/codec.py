@@ -31,6 +31,7 @@ WORKER_CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.so_reuseport", 0),
 )
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")  # a name would be parsed at each use
 
 
 class CodecError(ValueError):
@@ -42,7 +43,7 @@ def _ints(data: bytes, name: str) -> step.Int32s:
         return step.NO_INTS  # most columns of most steps
     if len(data) % 4:
         raise CodecError(f"{name}: {len(data)} bytes is no whole number of int32")
-    return np.frombuffer(data, "<i4")
+    return np.frombuffer(data, _INT32)
 
 
 def _floats(data: bytes, name: str) -> step.Float32s:
@@ -50,10 +51,10 @@ def _floats(data: bytes, name: str) -> step.Float32s:
         return step.NO_FLOATS
     if len(data) % 4:
         raise CodecError(f"{name}: {len(data)} bytes is no whole number of float32")
-    return np.frombuffer(data, "<f4")
+    return np.frombuffer(data, _FLOAT32)
 
 
-def _pack(column: NDArray[np.generic], kind: str) -> bytes:
+def _pack(column: NDArray[np.generic], kind: np.dtype[np.generic]) -> bytes:
     return np.ascontiguousarray(column, kind).tobytes()
 
 
@@ -71,12 +72,12 @@ def encode_sampling(sampling: step.RowSampling) -> pb.RowSampling:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        bias_ids=_pack(sampling.bias_ids, "<i4"),
-        bias_values=_pack(sampling.bias_values, "<f4"),
-        allowed_ids=_pack(sampling.allowed_ids, "<i4"),
-        bad_ids=_pack(sampling.bad_ids, "<i4"),
+        bias_ids=_pack(sampling.bias_ids, _INT32),
+        bias_values=_pack(sampling.bias_values, _FLOAT32),
+        allowed_ids=_pack(sampling.allowed_ids, _INT32),
+        bad_ids=_pack(sampling.bad_ids, _INT32),
         min_tokens=sampling.min_tokens,
-        stop_ids=_pack(sampling.stop_ids, "<i4"),
+        stop_ids=_pack(sampling.stop_ids, _INT32),
         logprobs=sampling.logprobs,
         raw_logprobs=sampling.raw_logprobs,
         return_logits=sampling.return_logits,
@@ -110,10 +111,10 @@ def encode_row(row: step.Row) -> pb.Row:
     return pb.Row(
         slot=row.slot,
         name=row.name,
-        token_ids=_pack(row.token_ids, "<i4"),
+        token_ids=_pack(row.token_ids, _INT32),
         num_prompt=row.num_prompt,
         num_computed=row.num_computed,
-        block_ids=_pack(row.block_ids, "<i4"),
+        block_ids=_pack(row.block_ids, _INT32),
         seed=row.seed,
         choice=row.choice,
         sampling=encode_sampling(row.sampling),
@@ -156,7 +157,7 @@ def encode_batch(batch: step.StepBatch) -> pb.StepBatch:
     for name in BATCH_COLUMNS:
         column = getattr(batch, name)
         if len(column):
-            setattr(message, name, _pack(column, "<i4"))
+            setattr(message, name, _pack(column, _INT32))
     return message
 
 
@@ -181,7 +182,7 @@ def encode_result(result: step.StepResult) -> pb.StepResult:
     message = pb.StepResult(
         epoch=result.epoch, seq=result.seq, digest=result.digest, run_ms=result.run_ms, wait_ms=result.wait_ms
     )
-    for names, kind in ((RESULT_INTS, "<i4"), (RESULT_FLOATS, "<f4")):
+    for names, kind in ((RESULT_INTS, _INT32), (RESULT_FLOATS, _FLOAT32)):
         for name in names:
             column = getattr(result, name)
             if len(column):
