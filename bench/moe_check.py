@@ -30,9 +30,7 @@ from worker_svc.spec import ModelSpec  # noqa: E402
 
 TOKENS = 8192
 EPSILON = 1e-5
-# How a layer's launches may be cut: `few` up to moe.NORM_ROWS tokens, `many` above; `whole`, with other bits, has the
-# router's logits as one chain of products and chooses in the same launch.
-FORMS = ("few", "many", "whole")
+FORMS = ("few", "many")  # how a layer's launches may be cut: `few` up to moe.NORM_ROWS tokens, `many` above
 TILES = (
     Tile(16, 32, 128, 4, 4), Tile(16, 128, 64, 4, 4), Tile(32, 64, 128, 4, 4), Tile(64, 64, 128, 4, 4),
     Tile(64, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(128, 64, 64, 4, 4, group_m=1),
@@ -111,14 +109,7 @@ class Layer:
             x, routed = normed.x_TD, self.route_as_a_step(update, count, dependent=dependent, parts=normed.parts)
         else:
             x, residual = self.add_norm(update, residual, count, dependent=dependent)
-            if form == "whole":
-                slots = self.moe.experts_per_token
-                routed = moe.route_whole(
-                    x, self.router, slots, self.experts.counts, count, renormalise=self.moe.renormalise,
-                    grouped=moe.worth_grouping(len(x), slots, self.moe.num_experts), dependent=dependent,
-                )  # fmt: skip
-            else:
-                routed = self.route(x, count, dependent=dependent)
+            routed = self.route(x, count, dependent=dependent)
         answers = moe.answer(x, self.experts, routed, count, x.dtype, device_name=self.name, dependent=dependent)
         return moe.combine_norm(answers, residual, self.scale, EPSILON, count, dependent=dependent)
 
@@ -200,10 +191,6 @@ def check(layer: Layer) -> bool:
                     if not torch.equal(out, want[own]):
                         say(f"{tokens} tokens from {first}, {form}, dependent {dependent}", False)
         say(f"{tokens} tokens, a layer in two forms", passed)
-    whole = layer.step(x, residual.clone(), number(TOKENS), "whole", dependent=False)
-    same = (whole == want).all(1)
-    error = float((whole.float() - want.float()).norm() / want.float().norm())
-    say("one chain of products agrees", error < 3e-2, f"relative error {error:.1e}, {int(same.sum())} rows of {TOKENS}")
     return passed
 
 

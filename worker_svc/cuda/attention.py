@@ -60,8 +60,6 @@ class Tuning:
     prefill_stages: int = 2
     hopper_prefill: bool = True  # tiles of `prefill_hopper.ROWS` and its kernel, where it fits
     hopper_stages: int = 5
-    hopper_turns: bool = False
-    hopper_early: bool = False
     few_rows_along: bool = False  # norms inside products, rotation inside attention; off: a difference is unexplained
     hopper_decode_rows: int = 8  # steps of up to so many take the kernel of `decode_hopper.py`, where it fits
     hopper_decode_programs: int = 2  # of a multiprocessor

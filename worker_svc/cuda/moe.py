@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from worker_svc.cuda import rows
 from worker_svc.cuda.matmul import GATE_GROUP, Tile
-from worker_svc.cuda.moe_kernels import combine_kernel, combine_norm_kernel, experts_kernel, route_kernel
+from worker_svc.cuda.moe_kernels import combine_kernel, combine_norm_kernel, experts_kernel
 from worker_svc.cuda.moe_route_kernels import choose_kernel, logits_kernel, norm_logits_kernel
 from worker_svc.cuda.tuning import expert_tile_for
 
@@ -32,7 +32,7 @@ NORM_ROWS = 32  # tokens whose norm and logits are one launch: each program norm
 CHOOSE_WARPS = 4
 ROUTE_ROWS, ROUTE_WARPS = 16, 4
 SHARED_BYTES = 222 << 10  # for the stages of a router's loop, each a piece
-ROUTE_K, ROUTE_BYTES, ROUTE_STAGES = 256, 32 << 10, 4  # at most so many columns, and bytes of the router, a stage
+ROUTE_BYTES, ROUTE_STAGES = 32 << 10, 4  # of the router, at most, a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,30 +153,6 @@ def left_to_experts(parts: Tensor, slots: int, *, renormalise: bool) -> Routed:
     """Pairs that are not grouped, of experts that gate and up choose."""
     ids = torch.empty(parts.shape[1], slots, dtype=torch.int32, device=parts.device)
     return Routed(ids, torch.empty(ids.shape, device=parts.device), None, parts, renormalise)
-
-
-def route_whole(
-    x_TD: Tensor, router_XD: Tensor, slots: int, counts: Tensor, rows_1: Tensor,
-    *, renormalise: bool, grouped: bool, dependent: bool = False,
-) -> Routed:  # fmt: skip
-    """Logits and choice in one launch, a logit one chain of products: other bits. For `bench/moe_check.py`."""
-    tokens, width = x_TD.shape
-    experts = len(router_XD)
-    block_x = _block(experts)
-    ids = torch.empty(tokens, slots, dtype=torch.int32, device=x_TD.device)
-    weights = torch.empty(tokens, slots, dtype=torch.float32, device=x_TD.device)
-    lists = torch.empty(experts, tokens, dtype=torch.int32, device=x_TD.device) if grouped else None
-    block_k = min(ROUTE_K, ROUTE_BYTES // (block_x * x_TD.element_size()))
-    lanes = 32 * ROUTE_WARPS
-    route_kernel[(triton.cdiv(tokens, ROUTE_ROWS),)](
-        _rows_of(x_TD, ROUTE_ROWS, block_k), _rows_of(router_XD, block_x, block_k), router_XD, ids, weights, counts,
-        ids if lists is None else lists, rows_1, width, tokens,
-        EXPERTS=experts, SLOTS=slots, BLOCK_X=block_x, BLOCK_S=triton.next_power_of_2(slots), BLOCK_M=ROUTE_ROWS,
-        BLOCK_K=block_k, RENORMALISE=renormalise, GROUPED=grouped,
-        PREFETCH_K=triton.next_power_of_2(width + 1) // 2, LANES=lanes, DEPENDENT=dependent,
-        **_options(ROUTE_WARPS, ROUTE_STAGES, dependent),
-    )  # fmt: skip
-    return Routed(ids, weights, lists)
 
 
 def answer(

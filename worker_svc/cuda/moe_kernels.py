@@ -1,10 +1,10 @@
-"""Kernels of a mixture of experts: choose and group, the experts' two products, combine.
+"""Kernels of a mixture of experts: the experts' two products, and what combines them.
 
 Know rows of activations and lists of (token, slot) pairs; nothing of layers or batches. Invariant: the bits of a
 token's answer depend on its row and the weights alone. Products accumulate K in ascending order in one fp32 accumulator
-and are rounded once (`matmul.py`); the tile of the router is part of its expression, every other tile is free; answers
-are added slot after slot in fp32. An expert's list holds its pairs in order of arrival, which changes from run to run:
-no bit depends on it, since rows of a product are independent and each answer is stored under its pair.
+and are rounded once (`matmul.py`), so tiles are free; answers are added slot after slot in fp32. An expert's list holds
+its pairs in order of arrival, which changes from run to run: no bit depends on it, since rows of a product are
+independent and each answer is stored under its pair.
 
 Legend: T tokens, S slots (experts a token), X experts, D hidden width, I an expert's inner width, P = T * S pairs; pair
 p is slot p % S of token p // S.
@@ -17,58 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from worker_svc.cuda.matmul import prefetch_rows, silu_times_up
 from worker_svc.cuda.moe_route_kernels import ranked, shares
 from worker_svc.cuda.rows import normed
-
-
-@triton.jit(do_not_specialize=["capacity"])
-def route_kernel(x_desc, w_desc, w_ptr, ids, weights, counts, lists, rows_ptr, D, capacity,
-                 EXPERTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_S: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr, GROUPED: tl.constexpr,
-                 PREFETCH_K: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program i: logits of BLOCK_M tokens in fp32, softmax over all experts, the SLOTS largest, ties to the lower id.
-
-    ids, weights: [T, S]. GROUPED: each pair is appended to its expert's list, `lists` [X, capacity], whose length is
-    in `counts` [X], zero before. A key holds a probability's bits above the id's complement, so that one maximum finds
-    the largest and settles ties. A row with NaN chooses experts all the same and weighs them with NaN.
-    """
-    m0 = tl.program_id(0) * BLOCK_M
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if PREFETCH_K:
-            prefetch_rows(w_ptr, D * 2, 0, EXPERTS, BLOCK_X, PREFETCH_K * 2, LANES)
-        gdc_wait()
-    rows = tl.load(rows_ptr)
-    if m0 < rows:
-        logits = tl.zeros((BLOCK_M, BLOCK_X), tl.float32)
-        for k in range(0, D, BLOCK_K):
-            logits = tl.dot(x_desc.load([m0, k]), w_desc.load([0, k]).T, logits, input_precision="ieee")
-        x = tl.arange(0, BLOCK_X)
-        logits = tl.where((x < EXPERTS)[None, :], logits, float("-inf"))
-        powers = tl.exp(logits - tl.max(logits, 1)[:, None])
-        total = tl.sum(powers, 1)
-        probability = tl.where((total == total)[:, None], powers / total[:, None], 0.0)
-        keys = (probability.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BLOCK_X - 1 - x)[None, :]
-        slot = tl.arange(0, BLOCK_S)
-        chosen = tl.zeros((BLOCK_M, BLOCK_S), tl.int32)
-        weight = tl.zeros((BLOCK_M, BLOCK_S), tl.float32)
-        share = tl.zeros((BLOCK_M,), tl.float32)
-        for s in tl.static_range(SLOTS):
-            best = tl.max(keys, 1)
-            keys = tl.where(keys == best[:, None], -1, keys)
-            p = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            share += p
-            chosen = tl.where((slot == s)[None, :], (BLOCK_X - 1 - best.to(tl.int32))[:, None], chosen)
-            weight = tl.where((slot == s)[None, :], p[:, None], weight)
-        if RENORMALISE:
-            weight = weight / share[:, None]
-        weight += (total - total)[:, None]
-        m = m0 + tl.arange(0, BLOCK_M)
-        live = (m < rows)[:, None] & (slot < SLOTS)[None, :]
-        pair = m[:, None] * SLOTS + slot[None, :]
-        tl.store(ids + pair, chosen, mask=live)
-        tl.store(weights + pair, weight, mask=live)
-        if GROUPED:
-            place = tl.atomic_add(counts + chosen, 1, mask=live, sem="relaxed")
-            tl.store(lists + chosen.to(tl.int64) * capacity + place, pair, mask=live)
 
 
 @triton.jit

@@ -53,6 +53,6 @@ def prefill(
         q, k_desc, v_desc, rows.tables, rows.tables.stride(0), rows.row_slots, rows.query_starts, rows.first_positions,
         rows.tile_rows, rows.tile_tokens, rows.num_tiles, out, scale,
         KV_HEADS=shape.kv_heads, G=shape.heads // shape.kv_heads, D=width, PAGE=shape.block_size, WINDOW=shape.window,
-        SPLIT=split, STAGES=tuning.hopper_stages, TURNS=tuning.hopper_turns, EARLY=tuning.hopper_early,
-        DEPENDENT=dependent, num_warps=4, **({"launch_pdl": True} if dependent else {}),
+        SPLIT=split, STAGES=tuning.hopper_stages, DEPENDENT=dependent, num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip

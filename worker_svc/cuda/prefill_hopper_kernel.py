@@ -83,9 +83,9 @@ def _fold(M, L, ACC, m, sums, acc, MASKED: gl.constexpr, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, me, S, scale, t, t_whole, t_end,
-                  TYPE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, TURNS: gl.constexpr,
-                  EARLY: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, S, scale, t, t_whole, t_end,
+                  TYPE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+                  SPLIT: gl.constexpr):  # fmt: skip
     """Tiles t .. t_whole, whole splits that all rows see; S: scores of tile t. Returns those of t_whole, which
     mean nothing when it is t_end."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -98,8 +98,6 @@ def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty,
         acc = gl.zeros([HALF, D], gl.float32, OUT)
         for i in gl.static_range(SPLIT // TILE):
             now = low + i
-            if EARLY:
-                S_next = _scores(Q, K_ring, k_filled, now + 1, now + 1 < t_end, STAGES)
             if i == 0:
                 top = rounded_product(gl.max(S, 1), scale)
             else:
@@ -108,18 +106,13 @@ def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty,
             P = gl.exp2(gl.fma(S, scale, -gl.expand_dims(top, 1))).to(TYPE)
             m = top
             if i > 0:
-                sums, acc = warpgroup_mma_wait(1 if EARLY else 0, deps=(sums, acc))  # of the tile before
+                sums, acc = warpgroup_mma_wait(0, deps=(sums, acc))  # of the tile before
                 mbarrier.arrive(v_empty.index((now + STAGES - 1) % STAGES))
                 sums = sums * gl.expand_dims(_rows_of(a, MMA_L), 1)
                 acc = acc * gl.expand_dims(_rows_of(a, OUT), 1)
-            if TURNS:
-                mbarrier.wait(turn.index(me), now & 1)
-            if not EARLY:
-                S_next = _scores(Q, K_ring, k_filled, now + 1, now + 1 < t_end, STAGES)
+            S_next = _scores(Q, K_ring, k_filled, now + 1, now + 1 < t_end, STAGES)
             mbarrier.wait(v_filled.index(now % STAGES), (now // STAGES) & 1)
             sums, acc = _values(P, unit, V_ring, now, sums, acc, i == 0, STAGES, D)
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - me))
             # What is in flight may not cross the loop's back edge: the assembler would wait after every instruction.
             if i < SPLIT // TILE - 1:
                 S = warpgroup_mma_wait(2, deps=(S_next,))
@@ -132,10 +125,9 @@ def _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty,
 
 
 @gluon.jit
-def _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, me, S, M, L, ACC, scale,
+def _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, S, M, L, ACC, scale,
                    t, t_end, begin, oldest, position, end,
-                   TYPE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, TURNS: gl.constexpr,
-                   SPLIT: gl.constexpr):  # fmt: skip
+                   TYPE: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """Tiles t .. t_end, in which a row sees keys oldest .. position of its own; S: scores of tile t."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     B: gl.constexpr = gl.BlockedLayout([1, 8], [2 if D == 128 else 4, 16 if D == 128 else 8], [4, 1], [1, 0])
@@ -144,8 +136,6 @@ def _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty
         sums = gl.zeros([HALF, ONES], gl.float32, MMA_L)
         acc = gl.zeros([HALF, D], gl.float32, OUT)
         for now in range(low, gl.minimum(low + SPLIT // TILE, t_end)):
-            if TURNS:
-                mbarrier.wait(turn.index(me), now & 1)
             first = begin + now * TILE
             slot = now % STAGES
             mbarrier.wait(v_filled.index(slot), (now // STAGES) & 1)
@@ -170,8 +160,6 @@ def _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty
                 P, unit, V_ring, now, sums * gl.expand_dims(_rows_of(a, MMA_L), 1),
                 acc * gl.expand_dims(_rows_of(a, OUT), 1), False, STAGES, D,
             )  # fmt: skip
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - me))
             S, sums, acc = warpgroup_mma_wait(0, deps=(S_next, sums_, acc_))
             mbarrier.arrive(k_empty.index((now + 1) % STAGES), pred=now + 1 < t_end)
             mbarrier.arrive(v_empty.index(slot))
@@ -180,10 +168,10 @@ def _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty
 
 
 @gluon.jit
-def _half(q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, scale, start, new,
+def _half(q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, scale, start, new,
           context, token0, h, begin, t_whole, t_end, end, me: gl.constexpr,
           KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, SPLIT: gl.constexpr,
-          STAGES: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+          STAGES: gl.constexpr):  # fmt: skip
     """Rows me * HALF .. of the tile: load them, go through all keys, write the result."""
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     B: gl.constexpr = gl.BlockedLayout([1, 8], [2 if D == 128 else 4, 16 if D == 128 else 8], [4, 1], [1, 0])
@@ -200,12 +188,12 @@ def _half(q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_e
     S = warpgroup_mma_wait(0, deps=(_scores(Q, K_ring, k_filled, 0, True, STAGES),))
     mbarrier.arrive(k_empty.index(0))
     TYPE: gl.constexpr = K_ring.dtype
-    S, M, L, ACC = _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, me, S, scale,
-                                 0, t_whole, t_end, TYPE, STAGES, D, TURNS, EARLY, SPLIT)  # fmt: skip
+    S, M, L, ACC = _whole_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, S, scale,
+                                 0, t_whole, t_end, TYPE, STAGES, D, SPLIT)  # fmt: skip
     position = context + token0 + (me * HALF + gl.arange(0, HALF, ROW)) // G
     oldest = position + 1 - WINDOW if WINDOW else 0 * position
-    L, ACC = _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, me, S, M, L, ACC,
-                            scale, t_whole, t_end, begin, oldest, position, end, TYPE, STAGES, D, TURNS,
+    L, ACC = _masked_splits(Q, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, S, M, L, ACC,
+                            scale, t_whole, t_end, begin, oldest, position, end, TYPE, STAGES, D,
                             SPLIT)  # fmt: skip
     result = ACC / gl.expand_dims(_rows_of(gl.where(L > 0.0, L, 1.0), OUT), 1)
     Q.store(result.to(TYPE))  # whole rows leave at once; this half's queries have been read
@@ -249,8 +237,8 @@ def _producer(k_desc, v_desc, table, K_ring, V_ring, k_filled, v_filled, k_empty
 def hopper_prefill_kernel(q, k_desc, v_desc, tables, table_stride, slots, query_starts, first_positions, tile_row,
                           tile_token, count, out, scale,
                           KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-                          WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-                          EARLY: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+                          WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+                          DEPENDENT: gl.constexpr):  # fmt: skip
     """Program (kv head, tile): 2 * HALF rows, as in `attention_kernels.prefill_kernel`, on 4 warps and 5 more."""
     if DEPENDENT:
         gdc_launch_dependents()
@@ -283,14 +271,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, tables, table_stride, slots, query_
         v_filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(k_filled.index(i), count=1)
             mbarrier.init(v_filled.index(i), count=1)
             mbarrier.init(k_empty.index(i), count=2)
             mbarrier.init(v_empty.index(i), count=2)
-        mbarrier.init(turn.index(0), count=1)
-        mbarrier.init(turn.index(1), count=1)
         U: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
         ones_row = gl.expand_dims(gl.arange(0, ONES, gl.SliceLayout(1, U)), 1)
         ones = ones_row + 0 * gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(0, U)), 0)
@@ -301,16 +286,14 @@ def hopper_prefill_kernel(q, k_desc, v_desc, tables, table_stride, slots, query_
         unit = unit_T.permute((1, 0))
         fence_async_shared()
         gl.thread_barrier()
-        if TURNS:
-            mbarrier.arrive(turn.index(0))
         gl.warp_specialize(
             [
-                (_half, (q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, scale, start,
+                (_half, (q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, scale, start,
                          new, context, token0, h, begin, t_whole, t_end, end, 0,
-                         KV_HEADS, G, D, WINDOW, SPLIT, STAGES, TURNS, EARLY)),
-                (_half, (q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, turn, scale, start,
+                         KV_HEADS, G, D, WINDOW, SPLIT, STAGES)),
+                (_half, (q, out, Q_ring, unit, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, scale, start,
                          new, context, token0, h, begin, t_whole, t_end, end, 1,
-                         KV_HEADS, G, D, WINDOW, SPLIT, STAGES, TURNS, EARLY)),
+                         KV_HEADS, G, D, WINDOW, SPLIT, STAGES)),
                 (_producer, (k_desc, v_desc, table, K_ring, V_ring, k_filled, v_filled, k_empty, v_empty, h, begin,
                              t_end, KV_HEADS, D, PAGE, STAGES)),
             ],
