@@ -324,10 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="on cuda: shard counts, with leaves; GPUs may be shared",
     )
-    parser.add_argument("--max-len", type=int, default=400, metavar="N", help="prompt and output of one choice")
+    parser.add_argument("--max-len", type=int, metavar="N", help="prompt and output of one choice (400; on cuda 1200)")
     parser.add_argument("--out", type=Path, default=Path("invariance-reproducer.json"), metavar="FILE")
     parser.add_argument("--replay", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    options.max_len = options.max_len or (400 if options.device == "cpu" else 1200)
     options.out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-invariance-") as scratch:
         if options.replay:

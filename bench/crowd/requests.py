@@ -25,7 +25,17 @@ class RequestSource:
     def __init__(self, seed: int, limits: Limits) -> None:
         self.rng = random.Random(seed)
         self.limits = limits
-        self._prefixes = [self._ids(length) for length in (4, 16, 33, 64, 120, 250) if length < limits.max_len - 80]
+        lengths = (
+            4,
+            16,
+            33,
+            64,
+            120,
+            250,
+            520,
+            1024,
+        )  # the last two have whole splits, which a GPU reads once for many
+        self._prefixes = [self._ids(length) for length in lengths if length < limits.max_len - 80]
         self._count = 0
 
     def draw(self) -> pb.GenerateRequest:
