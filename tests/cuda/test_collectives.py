@@ -4,38 +4,20 @@ Ranks are processes, as they are on a GPU; where there is none their kernels run
 the host that they share.
 """
 
-import mmap
-import multiprocessing
-import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import FileStore
 
-from worker_svc.cuda.peer_memory import IpcMemory, PeerMemory, exchange
+from tests.cuda.ranks import together
 from worker_svc.cuda.symmetric import Cut, SymmetricGroup
 from worker_svc.ops.leaves import LeafPart, fold, leaf_part
 from worker_svc.parallel.group import GroupLost
 
 SLOT, PROGRAMS = 1 << 16, 3
-LIMIT_S = 15.0  # of a GPU's waits
-
-
-class HostMemory:
-    """One file a rank, mapped by all."""
-
-    def __init__(self, folder: Path, tp: int, num_bytes: int) -> None:
-        self._maps = []
-        for rank in range(tp):
-            with (folder / str(rank)).open("r+b") as file:
-                self._maps.append(np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8))
-        self.addresses = tuple(m.ctypes.data for m in self._maps)
 
 
 def leaves_of(device: torch.device, total: int, *shape: int) -> torch.Tensor:
@@ -131,40 +113,6 @@ def right_to_left(group: SymmetricGroup, device: torch.device) -> None:
         total = total + leaf
     assert torch.equal(got, fold(list(leaves)))
     assert not torch.equal(got, total)
-
-
-def _rank(work: Callable[[SymmetricGroup, torch.device], None], folder: Path, rank: int, tp: int, cut: Cut) -> None:
-    try:
-        memory: PeerMemory
-        if torch.cuda.is_available():
-            device = torch.device("cuda", rank % torch.cuda.device_count())
-            store = FileStore(str(folder / "store"), tp)
-            memory = IpcMemory(store, rank, tp, cut.region_bytes, device, 60.0)
-        else:
-            device = torch.device("cpu")
-            memory = HostMemory(folder, tp, cut.region_bytes)
-        work(SymmetricGroup(memory, rank, tp, device, LIMIT_S, cut), device)
-        if torch.cuda.is_available():
-            exchange(store, "end", rank, tp, b"", 60.0)  # nobody gives memory back that another still reads
-    except BaseException:
-        (folder / "error").write_text(f"rank {rank}: {traceback.format_exc()}")
-        os._exit(1)
-
-
-def together(work: Callable[[SymmetricGroup, torch.device], None], folder: Path, tp: int, cut: Cut) -> None:
-    for rank in range(tp):
-        (folder / str(rank)).write_bytes(bytes(cut.region_bytes))
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(work, folder, rank, tp, cut)) for rank in range(tp)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(100)
-    alive = [process for process in ranks if process.is_alive()]
-    for process in alive:
-        process.kill()
-    error = folder / "error"
-    assert not alive and not any(process.exitcode for process in ranks), error.read_text() if error.exists() else alive
 
 
 @pytest.mark.parametrize("tp", [2, 3])

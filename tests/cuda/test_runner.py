@@ -29,9 +29,13 @@ GROUP = GroupConfig(epoch=1, block_size=16, num_blocks=40, max_num_seqs=4, max_b
 FACTS = Description(0, 1, "", "", 1200, 512, 2, 2, 32, "float32", "float32", "", 1 << 20, 4096, (), None, {})
 
 
+def write_config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
 @pytest.fixture
 def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runner, Runner]]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_config(tmp_path)
     if torch.cuda.is_available():
         pytest.skip("products of fp32 are in tf32 on a GPU; test_bits.py and bench/serve_bench.py are for GPUs")
     replace_cuda(monkeypatch)
