@@ -37,6 +37,7 @@ from scheduler_svc.messages import (
 from scheduler_svc.observer import Observer
 from scheduler_svc.sampling_fields import Violation
 from scheduler_svc.streams import Choice, Stream
+from scheduler_svc.text import StopTable
 from scheduler_svc.validation import InvalidRequest, Prepared, WrongFingerprint, prepare
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class FrontEnd:
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """End requests for somebody else than their readers, who are told; those that were live."""
-        found = [request_id for request_id in request_ids if request_id in self._ids]
+        found = list(dict.fromkeys(request_id for request_id in request_ids if request_id in self._ids))
         for request_id in found:
             self._send(Cancel(self._ids[request_id]))
         return found
@@ -332,8 +333,9 @@ class FrontEnd:
         rules, request = prepared.text, prepared.request
         choices, stops, violations = [], [], []
         prompt = request.prompt.tolist()
+        strings = StopTable(rules.stops)
         for index in range(request.n):
-            text = model.choice_text(prompt, rules)
+            text = model.choice_text(prompt, rules, strings)
             if request.resume:
                 resumed = request.resume[index].tolist()
                 for token_id in resumed:

@@ -14,7 +14,7 @@ from protos import generation_pb2 as pb
 from scheduler_svc.chat import ChatError, ChatTemplate
 from scheduler_svc.messages import EngineFacts
 from scheduler_svc.sampling_fields import ModelFacts
-from scheduler_svc.text import ChoiceText, Tokenizer
+from scheduler_svc.text import ChoiceText, StopTable, Tokenizer
 from scheduler_svc.validation import TextRules
 
 logger = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ class KnownModel:
     tokenizer_folder: Path
     tokenizer: Tokenizer | None
 
-    def choice_text(self, prompt: Sequence[int], rules: TextRules) -> ChoiceText:
-        """The text of a choice that continues `prompt`."""
+    def choice_text(self, prompt: Sequence[int], rules: TextRules, stops: StopTable) -> ChoiceText:
+        """The text of a choice that continues `prompt`; `stops` are those of the rules, shared by all choices."""
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer(prompt, rules.skip_special_tokens)
         return ChoiceText(
             detokenizer,
-            rules.stops,
+            stops,
             include=rules.include_stop,
             min_tokens=rules.min_tokens,
             ending_ids=rules.ending_ids,

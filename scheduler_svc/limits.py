@@ -17,6 +17,7 @@ MAX_STOP_CHARACTERS = 1024  # of one stop string
 MAX_TOKEN_ID_LIST = 1 << 18  # stop, bad, allowed ids and logit bias; each is also bounded by the vocabulary
 MAX_NAME_BYTES = 256  # request_id, tenant, cache_salt
 MAX_CHAT_MESSAGES = 4096
+MAX_LOGIT_BIAS = 2.0**100  # of either sign; penalties and the lowest temperature leave it finite
 MAX_PENALTY = 1000.0  # of either sign; beyond it penalties only overflow
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 GREEDY_TEMPERATURE = 1e-5  # up to here a temperature means greedy

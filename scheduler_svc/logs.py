@@ -47,7 +47,13 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        return " ".join([super().format(record), *(f"{name}={value}" for name, value in fields.items())])
+        return " ".join([super().format(record), *(f"{name}={_visible(value)}" for name, value in fields.items())])
+
+
+def _visible(value: Any) -> str:
+    """What a client named something, on one line and without a terminal's commands."""
+    text = str(value)
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 class Background(logging.Handler):

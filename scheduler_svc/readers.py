@@ -17,6 +17,7 @@ from scheduler_svc import limits
 from scheduler_svc.streams import Stream
 
 MIN_INTERVAL_S = 0.008  # shorter waits than this save nothing
+COUNTED_FOR_S = 0.05  # so long the number of readers is good for
 
 
 class Pace:
@@ -24,6 +25,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._readers: set[Reader] = set()
+        self._busy = 0  # readers with something to read, as last counted
+        self._counted_at = float("-inf")
 
     def add(self, reader: "Reader") -> None:
         self._readers.add(reader)
@@ -35,7 +38,9 @@ class Pace:
         return bool(self._readers)
 
     def interval_s(self) -> float:
-        interval = min(len(self._readers) / limits.MESSAGES_PER_SECOND, limits.MAX_COALESCING_SECONDS)
+        if (now := time.monotonic()) - self._counted_at > COUNTED_FOR_S:
+            self._busy, self._counted_at = sum(reader.is_busy() for reader in self._readers), now
+        interval = min(self._busy / limits.MESSAGES_PER_SECOND, limits.MAX_COALESCING_SECONDS)
         return interval if interval >= MIN_INTERVAL_S else 0.0
 
     def break_off_stalled(self, now: float, stall_s: float = limits.STALL_SECONDS) -> None:
@@ -82,6 +87,10 @@ class Reader:
     def has_failed(self) -> bool:
         raise NotImplementedError
 
+    def is_busy(self) -> bool:
+        """Whether there is something to read, now or soon."""
+        return True
+
 
 class OneReader(Reader):
     """Reads the stream of one Generate."""
@@ -126,6 +135,9 @@ class ManyReader(Reader):
     async def has_room(self) -> None:
         """Wait until the reader has taken its refusals: whoever reads none gets no further."""
         await self._room.wait()
+
+    def is_busy(self) -> bool:
+        return bool(self.live or self._dirty)
 
     def close_requests(self) -> None:
         """The client has sent all that it will."""

@@ -162,13 +162,19 @@ class SamplingFields:
         )
 
     def logit_bias(self) -> tuple[Int32s, Any]:
+        nothing = np.array([], np.int32), np.array([], np.float32)
+        if len(self.params.logit_bias) > self.facts.vocab_size:
+            number = len(self.params.logit_bias)
+            self.wrong("logit_bias", f"{number} entries are more than the vocabulary of {self.facts.vocab_size}")
+            return nothing
         entries = sorted(self.params.logit_bias.items())
         for token_id, bias in entries:
             if not 0 <= token_id < self.facts.vocab_size:
                 self.wrong("logit_bias", outside_vocabulary(token_id, self.facts))
-                return np.array([], np.int32), np.array([], np.float32)
-            if not math.isfinite(bias):
-                self.wrong(f"logit_bias[{token_id}]", f"must be finite, got {bias:g}")
+                return nothing
+            if not abs(bias) <= limits.MAX_LOGIT_BIAS:
+                bound = f"{limits.MAX_LOGIT_BIAS:g}"
+                self.wrong(f"logit_bias[{token_id}]", f"must be finite, from -{bound} to {bound}, got {bias:g}")
         ids = np.array([token_id for token_id, _ in entries], np.int32)
         return ids, np.array([bias for _, bias in entries], np.float32)
 

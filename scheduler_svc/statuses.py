@@ -26,12 +26,12 @@ from scheduler_svc.sampling_fields import Violation
 from scheduler_svc.validation import InvalidRequest, WrongFingerprint
 
 MAX_VIOLATIONS = 10
-MAX_MESSAGE_CHARACTERS = 1000
-MAX_DESCRIPTION_CHARACTERS = 300
+MAX_MESSAGE_BYTES = 1000  # as a header carries them: a byte outside of ASCII as %XX
+MAX_DESCRIPTION_BYTES = 300
 
 
 def status(code: int, message: str, *details: Message) -> Status:
-    found = Status(code=code, message=_short(message, MAX_MESSAGE_CHARACTERS))
+    found = Status(code=code, message=_short(message, MAX_MESSAGE_BYTES))
     for detail in details:
         found.details.add().Pack(detail)
     return found
@@ -41,7 +41,7 @@ def invalid(violations: Sequence[Violation]) -> Status:
     detail = error_details_pb2.BadRequest(
         field_violations=[
             error_details_pb2.BadRequest.FieldViolation(
-                field=one.field, description=_short(one.description, MAX_DESCRIPTION_CHARACTERS)
+                field=one.field, description=_short(one.description, MAX_DESCRIPTION_BYTES)
             )
             for one in violations[:MAX_VIOLATIONS]
         ]
@@ -83,7 +83,13 @@ def duplicate(message: str) -> Status:
 
 
 def _short(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    size, cut = 0, 0  # cut: so many characters leave room for an ellipsis
+    for at, character in enumerate(text):
+        cut = at if size <= limit - 9 else cut
+        size += 1 if " " <= character <= "~" else 3 * len(character.encode("utf-8", "replace"))
+        if size > limit:
+            return text[:cut] + "…"
+    return text
 
 
 _OF_REASON = {

@@ -8,6 +8,7 @@ longest common prefix with decode(prompt); no piece ends inside a character.
 import codecs
 import json
 import re
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -53,7 +54,8 @@ class Tokenizer:
         self._visible_bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch, even of one, is encoded without the interpreter's lock; a single text would hold everybody up.
+        return list(self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -183,18 +185,39 @@ class _WindowedDetokenizer:
                 return
 
 
+class StopTable:
+    """The stop strings of a request, with what finding their beginnings needs: one for all of its choices.
+
+    borders[i][j]: the longest proper beginning of stop i that ends its first j + 1 characters (Knuth, Morris, Pratt).
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(dict.fromkeys(stops))
+        self.borders = [_borders(stop) for stop in self.stops]
+
+
+def _borders(stop: str) -> "array[int]":
+    borders = array("H", bytes(2 * len(stop)))
+    length = 0
+    for at in range(1, len(stop)):
+        while length and stop[at] != stop[length]:
+            length = borders[length - 1]
+        length += stop[at] == stop[length]
+        borders[at] = length
+    return borders
+
+
 class StopStrings:
     """Finds stop strings in growing text and holds back what may still become one.
 
     The match that is completed first ends the choice; of several completed by the same character the longest does.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(dict.fromkeys(stops))
+    def __init__(self, stops: Sequence[str] | StopTable, include: bool = False) -> None:
+        self._table = stops if isinstance(stops, StopTable) else StopTable(stops)
         self._include = include
         self._held = ""
-        prefixes = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
-        self._prefixes = tuple(sorted(prefixes, key=len, reverse=True))
+        self._open = [0] * len(self._table.stops)  # of each stop, how many of its characters end the text
 
     def push(self, text: str, honoured: bool) -> tuple[str, str | None]:
         """The text that may go out, and the stop string that `text` completed; not `honoured` (min_tokens): none."""
@@ -203,7 +226,7 @@ class StopStrings:
         start, whole = len(self._held), self._held + text
         best: tuple[int, int, str] | None = None
         if honoured:
-            for stop in self._stops:
+            for stop in self._table.stops:
                 at = whole.find(stop, max(0, start - len(stop) + 1))
                 if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
                     best = (at + len(stop), at, stop)
@@ -220,11 +243,21 @@ class StopStrings:
         return held
 
     def _open_suffix(self, text: str) -> str:
-        if text.endswith(self._prefixes):
-            for prefix in self._prefixes:
-                if text.endswith(prefix):
-                    return prefix
-        return ""
+        """The longest end of `text`, what was held back and what is new, that begins a stop string and is not all."""
+        new = text[len(self._held) :]
+        for i, (stop, borders) in enumerate(zip(self._table.stops, self._table.borders, strict=True)):
+            length = self._open[i]
+            if not length and stop[0] not in new:
+                continue
+            for character in new:
+                while length and stop[length] != character:
+                    length = borders[length - 1]
+                length += stop[length] == character
+                if length == len(stop):
+                    length = borders[-1]
+            self._open[i] = length
+        longest = max(self._open, default=0)
+        return text[len(text) - longest :]
 
 
 class ChoiceText:
@@ -237,14 +270,15 @@ class ChoiceText:
     def __init__(
         self,
         detokenizer: Detokenizer | None,
-        stops: Sequence[str] = (),
+        stops: Sequence[str] | StopTable = (),
         *,
         include: bool = False,
         min_tokens: int = 0,
         ending_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops, include) if stops else None
+        table = stops if isinstance(stops, StopTable) else StopTable(stops)
+        self._stops = StopStrings(table, include) if table.stops else None
         self._include = include
         self._min_tokens = min_tokens
         self._ending_ids = ending_ids

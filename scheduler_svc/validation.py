@@ -212,6 +212,7 @@ def _resume(
         violations.append(
             Violation("resume.choices", f"needs one entry for each of {n} choices, got {len(resume.choices)}")
         )
+        return 0, ()
     columns = []
     for index, choice in enumerate(resume.choices):
         name = f"resume.choices[{index}].token_ids"

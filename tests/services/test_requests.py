@@ -1,5 +1,6 @@
 """The life of requests: ids, cancels, deadlines, bounds, slow readers; every request ends in exactly one status."""
 
+import asyncio
 import random
 import threading
 import time
@@ -131,6 +132,29 @@ def test_abort_tells_the_reader_and_names_what_was_live(served):
     assert code == "CANCELLED" and message == "the request was aborted"
     assert finish(events).reason == pb.FINISH_REASON_ABORT and events[-1].HasField("usage")
     served.wait_idle()
+
+
+def test_one_id_said_a_million_times_is_aborted_once(served, monkeypatch):
+    bystander, victim = start(served, request_id="bystander", **LONG), start(served, request_id="often", **LONG)
+    next(bystander), next(victim)
+    aborted = served.stub.Abort(pb.AbortRequest(request_ids=["often"] * 1_000_000 + ["nobody"]), timeout=20).aborted
+    assert list(aborted) == ["often"]
+    assert ending(victim)[1] == "CANCELLED" and ending(bystander)[1] == "OK"
+    served.wait_idle()
+
+
+def test_streams_without_requests_do_not_slow_others_down():
+    async def intervals() -> list[float]:
+        found = []
+        for reader in (readers.ManyReader, readers.OneReader):
+            pace = readers.Pace()
+            for _ in range(1000):
+                pace.add(reader())
+            found.append(pace.interval_s())
+        return found
+
+    idle, busy = asyncio.run(intervals())
+    assert idle == 0.0 and busy > 0.0
 
 
 # Deadlines

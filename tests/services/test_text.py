@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from scheduler_svc import limits
 from scheduler_svc import text as text_module
-from scheduler_svc.text import ChoiceText, StopStrings
+from scheduler_svc.text import ChoiceText, StopStrings, StopTable
 from scheduler_svc.text import Tokenizer as SnapshotTokenizer
 from tests.services.pseudo import EOS, WORD, V, ids_of, write_tokenizer
 
@@ -311,3 +312,22 @@ def test_special_tokens_are_read_in_both_spellings(tmp_path):
     tokenizer = SnapshotTokenizer(tmp_path)
     assert tokenizer.special_tokens == {"eos_token": "<|eos|>", "bos_token": "<|bos|>"}
     assert tokenizer.eos_token_id() == EOS
+
+
+def test_choices_of_one_request_share_a_table_and_nothing_else():
+    table = StopTable(["abcabd", "abcx"])
+    one, other = StopStrings(table), StopStrings(table)
+    assert one.push("zabcab", True) == ("z", None)
+    assert other.push("c", True) == ("c", None)
+    assert one.push("x", True) == ("abcabx", None)
+    assert one.push("abcab", True) == ("", None) and one.push("cabd", True) == ("abc", "abcabd")
+    assert other.push("abcx", True) == ("", "abcx")
+
+
+def test_the_longest_stop_strings_there_may_be_cost_little():
+    stops = [f"{i:02}" + "ab" * 511 for i in range(limits.MAX_STOP_STRINGS)]
+    table = StopTable(stops)
+    assert sum(len(borders) * borders.itemsize for borders in table.borders) < 1 << 18
+    matcher = StopStrings(table)
+    assert matcher.push(stops[3][:-1], True) == ("", None)
+    assert matcher.push("b", True) == ("", stops[3])

@@ -1,5 +1,6 @@
 """Every rule of a request's fields: what is refused names the field, what is absent differs from zero."""
 
+import logging
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from protos import generation_pb2 as pb
 from protos.step import int32s
-from scheduler_svc import limits, sampling_fields
+from scheduler_svc import limits, logs, sampling_fields, statuses
 from scheduler_svc.sampling_fields import ModelFacts
 from scheduler_svc.validation import InvalidRequest, WrongFingerprint, prepare, prompt_ids, seed_of
 from tests.services.served import request
@@ -91,6 +92,34 @@ def test_values_at_the_edge_of_a_field_are_accepted():
     for field, values in edges.items():
         for value in values:
             check(request(**{field: value}))
+
+
+def test_no_bias_makes_other_legal_values_overflow():
+    for bias in (3.4e38, -3.4e38, math.inf, math.nan):
+        assert list(refused(request(logit_bias={3: bias}))) == ["sampling.logit_bias[3]"]
+    largest = np.float32(limits.MAX_LOGIT_BIAS) * np.float32(limits.MAX_REPETITION_PENALTY)
+    assert np.isfinite(largest / np.float32(sampling_fields.limits.GREEDY_TEMPERATURE))
+
+
+def test_lists_whose_number_is_wrong_are_not_walked():
+    many = request(max_tokens=5)
+    many.resume.choices.extend([pb.ResumedChoice(token_ids=[V + 5])] * 1000)
+    assert list(refused(many)) == ["resume.choices"]
+    assert list(refused(request(logit_bias={i: 1.0 for i in range(V + 1)}))) == ["sampling.logit_bias"]
+
+
+def test_a_status_fits_a_header_whatever_its_text_is():
+    for text in ("x" * 5000, "日" * 5000, "😀" * 5000, "\n" * 5000):
+        message = statuses.of_error(WrongFingerprint(text)).message
+        size = sum(1 if " " <= c <= "~" else 3 * len(c.encode()) for c in message)
+        assert 900 < size <= statuses.MAX_MESSAGE_BYTES
+
+
+def test_a_name_cannot_forge_a_line_of_the_log():
+    record = logging.LogRecord("x", logging.INFO, "", 0, "request", (), None)
+    record.fields = {"request_id": "a\nlockstep: ERROR all is lost", "tenant": "\x1b[31mred", "text": "日 b"}
+    line = logs.TextLines("lockstep").format(record)
+    assert "\n" not in line and "\x1b" not in line and "text=日 b" in line
 
 
 def test_absent_fields_equal_the_defaults_spelled_out():
