@@ -185,7 +185,7 @@ def histories(examples: int, seed_free: bool) -> None:
 
 def test_ten_thousand_events_break_no_promise():
     Histories.events = 0
-    histories(120, seed_free=False)
+    histories(150, seed_free=False)
     assert Histories.events >= 10_000
 
 
