@@ -16,7 +16,7 @@ from tests.worker import huggingface, jobs
 from tests.worker.driver import Driver
 from tests.worker.mutants import MUTANTS
 from tests.worker.rank_pool import RankPool
-from worker_svc.loading import reading
+from worker_svc.loading import reading, runs
 from worker_svc.loading.snapshot import SnapshotRefused
 from worker_svc.models import check_snapshot, load_model
 from worker_svc.models.decoder import Decoder
@@ -172,13 +172,18 @@ def test_any_source_type_is_cast(source: torch.dtype, tmp_path: Path) -> None:
     assert (Driver(load_model(folder, dtype="float32")).logits(PROMPT) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("compiled", (True, False), ids=("compiled", "plain"))
 @pytest.mark.parametrize("threads", (1, 3))
 @pytest.mark.parametrize("target", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("tp", (1, 2))
 def test_pieces_buffers_and_threads_change_no_byte(
-    tp: int, target: torch.dtype, threads: int, sharded: Path, monkeypatch: pytest.MonkeyPatch
+    tp: int, target: torch.dtype, threads: int, compiled: bool, sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is read as it is or cast, short runs and long ones, in huge pages or not."""
+    """Whatever is read as it is or cast, short runs and long ones, in huge pages or not, by machine code or Python."""
+    if compiled:
+        assert runs._compiled() is not None
+    else:
+        monkeypatch.setattr(runs, "_compiled", lambda: None)
     for name, size in (("PIECE_BYTES", 512), ("BUFFER_BYTES", 96), ("HUGE_BYTES", 10_000)):
         monkeypatch.setattr(reading, name, size)
     whole = {name: tensor for shard in shards(sharded) for name, tensor in load_file(shard).items()}
@@ -194,11 +199,12 @@ def test_pieces_buffers_and_threads_change_no_byte(
         torch.set_num_threads(before)
 
 
-def test_a_file_that_ends_while_it_is_read_is_named(sharded: Path) -> None:
+@pytest.mark.parametrize("target", (torch.float32, torch.bfloat16), ids=str)
+def test_a_file_that_ends_while_it_is_read_is_named(target: torch.dtype, sharded: Path) -> None:
     checked = check_snapshot(sharded)
     victim = shards(sharded)[1]
     victim.write_bytes(victim.read_bytes()[:-1024])
-    reader = reading.Reader(checked.snapshot, torch.float32, torch.device("cpu"))
+    reader = reading.Reader(checked.snapshot, target, torch.device("cpu"))
     with pytest.raises(SnapshotRefused, match=victim.name):
         for parameter in Decoder(checked.family, checked.spec, Shard(), NO_OPS).parameters():
             reader.read(parameter)

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 
 from worker_svc.layers.parameter import Parameter, Slice
+from worker_svc.loading.runs import Ended, Runs, read
 from worker_svc.loading.snapshot import DTYPE_NAMES, Snapshot, SnapshotRefused, StoredTensor
 
 BUFFER_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # what a thread reads at a time
-SHORT_BYTES = 32 << 10  # runs below it, on average, are read by one thread
 HUGE_BYTES = 2 << 20  # tensors from this size on lie in huge pages
 
-Run: TypeAlias = tuple[int, int]  # contiguous bytes of a file: offset, count
-Place: TypeAlias = tuple[int, int, memoryview]  # descriptor, offset, and where as many bytes as it has room for go
+Place: TypeAlias = tuple[int, Runs, memoryview]  # descriptor, which bytes of it, and where they go
 
 # Buffers that some writers save; they hold nothing that the config does not say.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias")
@@ -84,9 +83,9 @@ class Reader:
                 continue
             stored = self._snapshot.tensors[part.name]
             if getattr(torch, DTYPE_NAMES[stored.dtype]) == self._dtype and self._device.type == "cpu":
-                kept += _places(self._descriptor(stored), _runs(stored, part, PIECE_BYTES), _bytes_of(into))
+                kept += _places(self._descriptor(stored), _runs(stored, part), _bytes_of(into))
             else:
-                self._cast(stored, _runs(stored, part, BUFFER_BYTES), into)
+                self._cast(stored, _runs(stored, part), into)
         self._read_all(kept)
         return target
 
@@ -107,11 +106,9 @@ class Reader:
         return torch.frombuffer(memory, dtype=self._dtype).view(shape)
 
     def _read_all(self, places: list[Place]) -> None:
-        """Each run to its place. Short ones by this thread alone: two would wait for the interpreter, not for bytes."""
         total = sum(len(into) for _, _, into in places)
-        helpers = self._helpers if total > PIECE_BYTES and total >= len(places) * SHORT_BYTES else 0
         left = iter(places)  # taken one at a time by whoever is free
-        waiting = [self._pool.submit(self._take, left) for _ in range(helpers)]
+        waiting = [self._pool.submit(self._take, left) for _ in range(self._helpers if len(places) > 1 else 0)]
         try:
             self._take(left)
         finally:
@@ -120,39 +117,36 @@ class Reader:
         self.bytes_read += total
 
     def _take(self, places: Iterable[Place]) -> None:
-        pread = os.preadv
-        for descriptor, offset, into in places:
-            got = pread(descriptor, (into,), offset)
-            while got < len(into):
-                more = pread(descriptor, (into[got:],), offset + got)
-                if more == 0:
-                    file = next(name for name, known in self._files.items() if known == descriptor)
-                    raise SnapshotRefused([f"{file} ended while it was read"])
-                got += more
+        for descriptor, runs, into in places:
+            try:
+                read(descriptor, runs, into)
+            except Ended:
+                file = next(name for name, known in self._files.items() if known == descriptor)
+                raise SnapshotRefused([f"{file} ended while it was read"]) from None
 
-    def _cast(self, stored: StoredTensor, runs: Iterable[Run], target: Tensor) -> None:
+    def _cast(self, stored: StoredTensor, runs: Runs, target: Tensor) -> None:
         """While one buffer is cast or sent to the device, the other one is filled."""
         descriptor, dtype = self._descriptor(stored), getattr(torch, DTYPE_NAMES[stored.dtype])
         self._buffers = self._buffers or (_buffer(), _buffer())
-        batches = _batches(runs, BUFFER_BYTES)
+        pieces = runs.pieces(BUFFER_BYTES)
 
-        def fill(batch: list[Run], buffer: Tensor) -> Tensor:
-            count = sum(size for _, size in batch)
-            self._take(_places(descriptor, batch, _bytes_of(buffer)))
-            return buffer[:count]
+        def fill(piece: Runs, buffer: Tensor) -> Tensor:
+            filled = buffer[: piece.size]
+            self._take([(descriptor, piece, _bytes_of(filled))])
+            return filled
 
-        filled = self._pool.submit(fill, next(batches), self._buffers[0])
+        filled = self._pool.submit(fill, next(pieces), self._buffers[0])
         turn = done = 0
         while True:
-            ready, batch = filled.result(), next(batches, None)
+            ready, piece = filled.result(), next(pieces, None)
             turn = 1 - turn
-            if batch is not None:
-                filled = self._pool.submit(fill, batch, self._buffers[turn])
+            if piece is not None:
+                filled = self._pool.submit(fill, piece, self._buffers[turn])
             self.bytes_read += len(ready)
             values = ready.view(dtype)
             target[done : done + len(values)].copy_(values)
             done += len(values)
-            if batch is None:
+            if piece is None:
                 return
 
     def _descriptor(self, stored: StoredTensor) -> int:
@@ -170,41 +164,22 @@ def _buffer() -> Tensor:
     return torch.empty(BUFFER_BYTES, dtype=torch.uint8)
 
 
-def _runs(stored: StoredTensor, part: Slice, most: int) -> Iterator[Run]:
-    """A slice along `dim` as contiguous bytes of its file, in order, none longer than `most`."""
+def _runs(stored: StoredTensor, part: Slice) -> Runs:
+    """A slice along `dim` as bytes of its file, in order."""
     inner = math.prod(stored.shape[part.dim + 1 :]) * stored.item_bytes
     count, stride = len(part.part) * inner, stored.shape[part.dim] * inner
-    repeats, first = math.prod(stored.shape[: part.dim]), stored.begin + part.part.start * inner
+    repeats, offset = math.prod(stored.shape[: part.dim]), stored.begin + part.part.start * inner
     if count == stride:
-        repeats, count = 1, repeats * count
-    for start in range(first, first + repeats * stride, stride):
-        if count <= most:
-            yield start, count
-            continue
-        for begin in range(0, count, most):
-            yield start + begin, min(most, count - begin)
+        return Runs(offset, repeats * count)
+    return Runs(offset, count, stride, repeats)
 
 
-def _places(descriptor: int, runs: Iterable[Run], into: memoryview) -> Iterator[Place]:
-    """Each run with its part of `into`, one after the other."""
+def _places(descriptor: int, runs: Runs, into: memoryview) -> Iterator[Place]:
+    """Each piece with its part of `into`, one after the other."""
     done = 0
-    for offset, count in runs:
-        yield descriptor, offset, into[done : done + count]
-        done += count
-
-
-def _batches(runs: Iterable[Run], limit: int) -> Iterator[list[Run]]:
-    """Consecutive runs whose bytes together stay within `limit`."""
-    batch: list[Run] = []
-    held = 0
-    for run in runs:
-        if batch and held + run[1] > limit:
-            yield batch
-            batch, held = [], 0
-        batch.append(run)
-        held += run[1]
-    if batch:
-        yield batch
+    for piece in runs.pieces(PIECE_BYTES):
+        yield descriptor, piece, into[done : done + piece.size]
+        done += piece.size
 
 
 def _same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
