@@ -1,8 +1,8 @@
 """Tensor data from a snapshot into a rank's parameters: only its slices, each byte once.
 
-Knows byte offsets and casts. Does not know layers beyond the slices they declare. Invariant: bytes read from disk equal
-the bytes of the declared slices in the checkpoint's dtype; no file is mapped, so peak memory is what is kept plus two
-bounded buffers.
+Knows byte offsets and casts. Does not know layers beyond the slices they declare. Invariant: bytes kept equal the bytes
+of the declared slices in the checkpoint's dtype; no file is mapped, so peak memory is what is kept plus two bounded
+buffers.
 
 What is kept as it is stored is read to where it stays, by all threads, into huge pages where the kernel has them: page
 by page, handing out fresh memory would take longer than reading. What is cast, or goes to another device, is read ahead
