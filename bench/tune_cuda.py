@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import hopper_candidates  # noqa: E402
 
 from worker_svc.cuda import matmul_hopper  # noqa: E402
-from worker_svc.cuda.matmul import Tile, linear, processors  # noqa: E402
+from worker_svc.cuda.hopper import processors  # noqa: E402
+from worker_svc.cuda.matmul import Tile, linear  # noqa: E402
 from worker_svc.cuda.ops import FEW_ROWS  # noqa: E402
 from worker_svc.cuda.tuning import BUCKETS, FOLDER, bucket_of, key, table, tile_for, write_table  # noqa: E402
 from worker_svc.models import check_snapshot  # noqa: E402

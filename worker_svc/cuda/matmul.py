@@ -14,7 +14,6 @@ of an output and silu(gate) * up needs no exchange. The halves are rounded to th
 bits as a product, then `activation.silu_mul`.
 """
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from worker_svc.cuda import matmul_hopper
+from worker_svc.cuda.hopper import processors
 from worker_svc.cuda.matmul_hopper import Unnormed
 
 GATE_GROUP = 8
@@ -169,12 +169,6 @@ def many_rows_kernel(
                 n = n0 + tl.arange(0, BLOCK_N)
                 acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             y_desc.store([m0, n0], acc.to(y_desc.dtype))
-
-
-@functools.cache
-def processors(device_index: int) -> int:
-    """Streaming multiprocessors of a device."""
-    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
 def linear(

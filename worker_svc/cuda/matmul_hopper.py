@@ -6,11 +6,12 @@ and not only a power of two; warps that multiply, a producer's come on top; `pro
 together. Gluon is experimental and has no interpreter, so it is imported where it is used.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from worker_svc.cuda import hopper
 
 if TYPE_CHECKING:
     from worker_svc.cuda.matmul import Tile
@@ -39,16 +40,9 @@ class Unnormed:
         return len(self.update)
 
 
-@functools.cache
 def kernel() -> Any:
     """The kernel, or None where this device or this Triton has none."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        return None
-    try:
-        from worker_svc.cuda.matmul_hopper_kernel import hopper_kernel
-    except ImportError:
-        return None
-    return hopper_kernel
+    return hopper.kernel("matmul_hopper_kernel", "hopper_kernel")
 
 
 def window(tile: "Tile") -> int:
