@@ -3,8 +3,9 @@
 128 prompt tokens and 128 generated ones, batches of 1, 4 and 16 sent together over one GenerateMany stream to a real
 `lockstep-up` (bf16), in both kinds of numerics. A figure is generated tokens over the wall time from sending the first
 request to the last event, prefill included; the median of the repetitions. `outside` is the share of that time in
-which no worker ran a step: scheduler, gRPC, client. The peer, transformers, does the same work in the same run on
-the same machine.
+which no worker ran a step: scheduler, gRPC, client. The peers do the same work in the same run on the same machine:
+transformers, and llama.cpp where its own benchmark is named (--llama-batched-bench BINARY --gguf FILE; the file is the
+same snapshot, by its converter with --outtype bf16), which counts no sampling and no serving.
 """
 
 import argparse
@@ -100,6 +101,22 @@ def measure_transformers(model: str, dtype: str, batch: int, repetitions: int) -
     return {"tokens_per_s": statistics.median(rates)}
 
 
+def measure_llama_cpp(binary: str, gguf: str, batch: int, repetitions: int) -> dict[str, float]:
+    """Its tool times prompts and tokens apart; the figure is all generated tokens over both."""
+    rates = []
+    for repetition in range(repetitions + 1):
+        run = subprocess.run(
+            [binary, "-m", gguf, "-npp", str(PROMPT), "-ntg", str(OUTPUT), "-npl", str(batch),
+             "-c", str(batch * (PROMPT + OUTPUT)), "-t", str(len(os.sched_getaffinity(0))), "--output-format", "jsonl"],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
+        )  # fmt: skip
+        row = next(json.loads(line) for line in run.stdout.splitlines() if line.startswith("{"))
+        assert (row["pp"], row["tg"], row["pl"]) == (PROMPT, OUTPUT, batch), row
+        if repetition:
+            rates.append(batch * OUTPUT / row["t"])
+    return {"tokens_per_s": statistics.median(rates)}
+
+
 def machine() -> dict[str, Any]:
     import torch
 
@@ -123,9 +140,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--numerics", nargs="+", default=["invariant", "fast"])
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
+    parser.add_argument("--llama-batched-bench", metavar="BINARY", help="llama.cpp's benchmark, with --gguf")
+    parser.add_argument("--gguf", metavar="FILE")
     parser.add_argument("--json", type=Path, help="write the result")
     options = parser.parse_args()
+    if (options.llama_batched_bench is None) != (options.gguf is None):
+        parser.error("--llama-batched-bench and --gguf go together")
     if options.model is None:
         from worker_svc.loading import demo_model
 
@@ -152,6 +173,13 @@ def main() -> None:
         }
         print(f"{'transformers':24}" + "".join(f"{cell['tokens_per_s']:>18.0f}" for cell in cells.values()))
         keep({"engine": "transformers", "batches": cells})
+    if options.llama_batched_bench:
+        cells = {
+            batch: measure_llama_cpp(options.llama_batched_bench, options.gguf, batch, options.repetitions)
+            for batch in options.batches
+        }
+        print(f"{'llama.cpp':24}" + "".join(f"{cell['tokens_per_s']:>18.0f}" for cell in cells.values()))
+        keep({"engine": "llama.cpp", "batches": cells})
     print("tokens/s (share of the time outside the workers' steps)")
 
 
