@@ -109,9 +109,9 @@ def steady(rows: int, churn: float = 0.0, steps: int = STEADY_STEPS) -> Timing:
         assert batch is not None
         result = answers.answer(batch)
         begun = clock()
-        data = pb.StepRequest(batch=codec.encode_batch(batch)).SerializeToString()
+        data = codec.encode_request(batch).SerializeToString()
         codec.decode_batch(pb.StepRequest.FromString(data).batch)
-        reply = pb.StepReply(result=codec.encode_result(result)).SerializeToString()
+        reply = codec.encode_reply(result).SerializeToString()
         codec.decode_result(pb.StepReply.FromString(reply).result, None)
         done = clock()
         waiting.append(result)

@@ -4,9 +4,11 @@ Columns travel as packed little-endian bytes and are read without a copy. Decodi
 length does not fit its type, or ragged counts that do not add up, raise CodecError.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from protos import step
@@ -38,24 +40,31 @@ class CodecError(ValueError):
     """A message whose columns contradict each other."""
 
 
-def _ints(data: bytes, name: str) -> step.Int32s:
-    if not data:
-        return step.NO_INTS  # most columns of most steps
-    if len(data) % 4:
-        raise CodecError(f"{name}: {len(data)} bytes is no whole number of int32")
-    return np.frombuffer(data, _INT32)
+class _Columns:
+    """Columns that a step value and its message have under the same names; each travels as one type.
 
+    Two messages of every step pass here, and most columns of most steps are empty: those are neither packed nor read.
+    """
 
-def _floats(data: bytes, name: str) -> step.Float32s:
-    if not data:
-        return step.NO_FLOATS
-    if len(data) % 4:
-        raise CodecError(f"{name}: {len(data)} bytes is no whole number of float32")
-    return np.frombuffer(data, _FLOAT32)
+    def __init__(self, **kinds: np.dtype[Any]) -> None:
+        self._of = attrgetter(*kinds)
+        self._kinds = tuple(kinds.items())
+        self._empty = [(kind, step.NO_INTS if kind == _INT32 else step.NO_FLOATS) for kind in kinds.values()]
 
+    def write(self, value: Any, message: Message) -> None:
+        for (name, kind), column in zip(self._kinds, self._of(value)):
+            if len(column):
+                packed = column if column.dtype is kind else column.astype(kind)
+                setattr(message, name, packed.tobytes())
 
-def _pack(column: NDArray[np.generic], kind: np.dtype[np.generic]) -> bytes:
-    return np.ascontiguousarray(column, kind).tobytes()
+    def read(self, message: Message) -> list[NDArray[Any]]:
+        """In the order in which they were named."""
+        columns = self._of(message)
+        try:
+            return [np.frombuffer(data, kind) if data else empty for data, (kind, empty) in zip(columns, self._empty)]
+        except ValueError:  # what frombuffer says of a part of an item
+            torn = [f"{name} has {len(data)}" for (name, _), data in zip(self._kinds, columns) if len(data) % 4]
+            raise CodecError(f"bytes that are no whole number of items: {', '.join(torn)}") from None
 
 
 def _same_length(what: str, one: NDArray[np.generic], other: NDArray[np.generic]) -> None:
@@ -63,29 +72,51 @@ def _same_length(what: str, one: NDArray[np.generic], other: NDArray[np.generic]
         raise CodecError(f"{what}: columns of lengths {[len(one), len(other)]}")
 
 
-def encode_sampling(sampling: step.RowSampling) -> pb.RowSampling:
-    return pb.RowSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        bias_ids=_pack(sampling.bias_ids, _INT32),
-        bias_values=_pack(sampling.bias_values, _FLOAT32),
-        allowed_ids=_pack(sampling.allowed_ids, _INT32),
-        bad_ids=_pack(sampling.bad_ids, _INT32),
-        min_tokens=sampling.min_tokens,
-        stop_ids=_pack(sampling.stop_ids, _INT32),
-        logprobs=sampling.logprobs,
-        raw_logprobs=sampling.raw_logprobs,
-        return_logits=sampling.return_logits,
-    )
+_SAMPLING = _Columns(bias_ids=_INT32, bias_values=_FLOAT32, allowed_ids=_INT32, bad_ids=_INT32, stop_ids=_INT32)
+_ROW = _Columns(token_ids=_INT32, block_ids=_INT32)
+_BATCH = _Columns(
+    retired=_INT32,
+    extended_slots=_INT32,
+    extended_counts=_INT32,
+    extended_blocks=_INT32,
+    fed_slots=_INT32,
+    fed_token_ids=_INT32,
+    slots=_INT32,
+    num_new=_INT32,
+    held=_INT32,
+)
+_RESULT = _Columns(
+    token_ids=_INT32,
+    logprobs=_FLOAT32,
+    alternative_ids=_INT32,
+    alternative_logprobs=_FLOAT32,
+    prompt_logprobs=_FLOAT32,
+    prompt_alternative_ids=_INT32,
+    prompt_alternative_logprobs=_FLOAT32,
+    failed_slots=_INT32,
+)
 
 
-def decode_sampling(message: pb.RowSampling) -> step.RowSampling:
-    sampling = step.RowSampling(
+def _write_sampling(sampling: step.RowSampling, message: pb.RowSampling) -> None:
+    message.temperature = sampling.temperature
+    message.top_k = sampling.top_k
+    message.top_p = sampling.top_p
+    message.min_p = sampling.min_p
+    message.presence_penalty = sampling.presence_penalty
+    message.frequency_penalty = sampling.frequency_penalty
+    message.repetition_penalty = sampling.repetition_penalty
+    message.min_tokens = sampling.min_tokens
+    if sampling.logprobs is not None:
+        message.logprobs = sampling.logprobs
+    message.raw_logprobs = sampling.raw_logprobs
+    message.return_logits = sampling.return_logits
+    _SAMPLING.write(sampling, message)
+
+
+def _read_sampling(message: pb.RowSampling) -> step.RowSampling:
+    bias_ids, bias_values, allowed_ids, bad_ids, stop_ids = _SAMPLING.read(message)
+    _same_length("logit bias", bias_ids, bias_values)
+    return step.RowSampling(
         temperature=message.temperature,
         top_k=message.top_k,
         top_p=message.top_p,
@@ -93,124 +124,137 @@ def decode_sampling(message: pb.RowSampling) -> step.RowSampling:
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty,
-        bias_ids=_ints(message.bias_ids, "bias_ids"),
-        bias_values=_floats(message.bias_values, "bias_values"),
-        allowed_ids=_ints(message.allowed_ids, "allowed_ids"),
-        bad_ids=_ints(message.bad_ids, "bad_ids"),
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        allowed_ids=allowed_ids,
+        bad_ids=bad_ids,
         min_tokens=message.min_tokens,
-        stop_ids=_ints(message.stop_ids, "stop_ids"),
+        stop_ids=stop_ids,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         raw_logprobs=message.raw_logprobs,
         return_logits=message.return_logits,
     )
-    _same_length("logit bias", sampling.bias_ids, sampling.bias_values)
-    return sampling
 
 
-def encode_row(row: step.Row) -> pb.Row:
-    return pb.Row(
-        slot=row.slot,
-        name=row.name,
-        token_ids=_pack(row.token_ids, _INT32),
-        num_prompt=row.num_prompt,
-        num_computed=row.num_computed,
-        block_ids=_pack(row.block_ids, _INT32),
-        seed=row.seed,
-        choice=row.choice,
-        sampling=encode_sampling(row.sampling),
-        prompt_logprobs=row.prompt_logprobs,
-        num_cached=row.num_cached,
-    )
+def _write_row(row: step.Row, message: pb.Row) -> None:
+    message.slot = row.slot
+    message.name = row.name
+    message.num_prompt = row.num_prompt
+    message.num_computed = row.num_computed
+    message.seed = row.seed
+    message.choice = row.choice
+    if row.prompt_logprobs is not None:
+        message.prompt_logprobs = row.prompt_logprobs
+    message.num_cached = row.num_cached
+    _ROW.write(row, message)
+    _write_sampling(row.sampling, message.sampling)
 
 
-def decode_row(message: pb.Row) -> step.Row:
+def _read_row(message: pb.Row) -> step.Row:
+    token_ids, block_ids = _ROW.read(message)
     return step.Row(
         slot=message.slot,
         name=message.name,
-        token_ids=_ints(message.token_ids, "token_ids"),
+        token_ids=token_ids,
         num_prompt=message.num_prompt,
         num_computed=message.num_computed,
-        block_ids=_ints(message.block_ids, "block_ids"),
+        block_ids=block_ids,
         seed=message.seed,
         choice=message.choice,
-        sampling=decode_sampling(message.sampling),
+        sampling=_read_sampling(message.sampling),
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         num_cached=message.num_cached,
     )
 
 
-BATCH_COLUMNS = (
-    "retired",
-    "extended_slots",
-    "extended_counts",
-    "extended_blocks",
-    "fed_slots",
-    "fed_token_ids",
-    "slots",
-    "num_new",
-    "held",
-)
+def _write_batch(batch: step.StepBatch, message: pb.StepBatch) -> None:
+    message.epoch = batch.epoch
+    message.seq = batch.seq
+    _BATCH.write(batch, message)
+    for row in batch.rows:
+        _write_row(row, message.rows.add())
 
 
 def encode_batch(batch: step.StepBatch) -> pb.StepBatch:
-    message = pb.StepBatch(epoch=batch.epoch, seq=batch.seq, rows=[encode_row(row) for row in batch.rows])
-    for name in BATCH_COLUMNS:
-        column = getattr(batch, name)
-        if len(column):
-            setattr(message, name, _pack(column, _INT32))
+    message = pb.StepBatch()
+    _write_batch(batch, message)
     return message
+
+
+def encode_request(batch: step.StepBatch) -> pb.StepRequest:
+    """The batch written in its place: a message that is given to another one is copied, field by field."""
+    request = pb.StepRequest()
+    _write_batch(batch, request.batch)
+    return request
 
 
 def decode_batch(message: pb.StepBatch) -> step.StepBatch:
-    columns = {name: _ints(getattr(message, name), name) for name in BATCH_COLUMNS}
-    batch = step.StepBatch(message.epoch, message.seq, rows=tuple(map(decode_row, message.rows)), **columns)
-    _same_length("extended", batch.extended_slots, batch.extended_counts)
-    _same_length("fed", batch.fed_slots, batch.fed_token_ids)
-    _same_length("slots", batch.slots, batch.num_new)
-    counts = batch.extended_counts.tolist()  # few, so that a list is quicker than an array
-    if sum(counts) != len(batch.extended_blocks) or min(counts, default=0) < 0:
-        raise CodecError("extended_counts do not add up to extended_blocks")
-    return batch
-
-
-RESULT_INTS = ("token_ids", "alternative_ids", "prompt_alternative_ids", "failed_slots")
-RESULT_FLOATS = ("logprobs", "alternative_logprobs", "prompt_logprobs", "prompt_alternative_logprobs")
-
-
-def encode_result(result: step.StepResult) -> pb.StepResult:
-    """Everything but the logits, which travel in pieces before this message."""
-    message = pb.StepResult(
-        epoch=result.epoch, seq=result.seq, digest=result.digest, run_ms=result.run_ms, wait_ms=result.wait_ms
+    columns = _BATCH.read(message)
+    retired, extended_slots, extended_counts, extended_blocks, fed_slots, fed_token_ids, slots, num_new, held = columns
+    _same_length("extended", extended_slots, extended_counts)
+    _same_length("fed", fed_slots, fed_token_ids)
+    _same_length("slots", slots, num_new)
+    counts = extended_counts.tolist()  # few, so that a list is quicker than an array; nearly always ones
+    if not counts.count(1) == len(counts) == len(extended_blocks):
+        if sum(counts) != len(extended_blocks) or min(counts, default=0) < 0:
+            raise CodecError("extended_counts do not add up to extended_blocks")
+    rows = message.rows
+    return step.StepBatch(  # by position: names cost more, and a test knows the order
+        message.epoch,
+        message.seq,
+        retired,
+        tuple(map(_read_row, rows)) if rows else (),
+        extended_slots,
+        extended_counts,
+        extended_blocks,
+        fed_slots,
+        fed_token_ids,
+        slots,
+        num_new,
+        held,
     )
-    for names, kind in ((RESULT_INTS, _INT32), (RESULT_FLOATS, _FLOAT32)):
-        for name in names:
-            column = getattr(result, name)
-            if len(column):
-                setattr(message, name, _pack(column, kind))
+
+
+def encode_reply(result: step.StepResult) -> pb.StepReply:
+    """Everything but the logits, which travel in pieces before this message."""
+    reply = pb.StepReply()
+    message = reply.result
+    message.epoch = result.epoch
+    message.seq = result.seq
+    message.digest = result.digest
+    message.run_ms = result.run_ms
+    message.wait_ms = result.wait_ms
+    _RESULT.write(result, message)
     if result.logits is not None:
         message.logits_rows = len(result.logits)
         message.logits_dtype = result.logits.dtype.name
-    return message
+    return reply
 
 
 def decode_result(message: pb.StepResult, logits: step.Floats | None) -> step.StepResult:
-    ints: dict[str, Any] = {name: _ints(getattr(message, name), name) for name in RESULT_INTS}
-    floats: dict[str, Any] = {name: _floats(getattr(message, name), name) for name in RESULT_FLOATS}
-    result = step.StepResult(
+    columns = _RESULT.read(message)
+    token_ids, logprobs, alternative_ids, alternative_logprobs, prompt_logprobs = columns[:5]
+    prompt_alternative_ids, prompt_alternative_logprobs, failed_slots = columns[5:]
+    _same_length("alternatives", alternative_ids, alternative_logprobs)
+    _same_length("prompt alternatives", prompt_alternative_ids, prompt_alternative_logprobs)
+    if message.logits_rows != (0 if logits is None else len(logits)):
+        raise CodecError(f"{message.logits_rows} rows of logits announced")
+    return step.StepResult(
         message.epoch,
         message.seq,
         message.digest,
-        **ints,
-        **floats,
-        logits=logits,
-        run_ms=message.run_ms,
-        wait_ms=message.wait_ms,
+        token_ids,
+        logprobs,
+        alternative_ids,
+        alternative_logprobs,
+        prompt_logprobs,
+        prompt_alternative_ids,
+        prompt_alternative_logprobs,
+        failed_slots,
+        logits,
+        message.run_ms,
+        message.wait_ms,
     )
-    _same_length("alternatives", result.alternative_ids, result.alternative_logprobs)
-    _same_length("prompt alternatives", result.prompt_alternative_ids, result.prompt_alternative_logprobs)
-    if message.logits_rows != (0 if logits is None else len(logits)):
-        raise CodecError(f"{message.logits_rows} rows of logits announced")
-    return result
 
 
 def encode_description(description: step.Description) -> pb.Description:

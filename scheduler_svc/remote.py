@@ -254,7 +254,7 @@ class _Epoch:
         Thread(target=self._watch, name=f"watch-{self._config.epoch}", daemon=True).start()
 
     def step(self, batch: StepBatch) -> Future[StepResult]:
-        data = pb.StepRequest(batch=codec.encode_batch(batch)).SerializeToString()
+        data = codec.encode_request(batch).SerializeToString()
         step = _Step(batch, Future(), time.monotonic())
         with self._lock:
             if self.ended is not None:

@@ -284,7 +284,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                         epoch=result.epoch, seq=result.seq, offset=offset, data=piece, size=len(piece)
                     )
                 )
-        yield pb.StepReply(result=codec.encode_result(result))
+        yield codec.encode_reply(result)
 
 
 def _out_of_bounds(config: GroupConfig, facts: Description) -> str:

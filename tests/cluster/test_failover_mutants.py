@@ -35,12 +35,12 @@ sys.meta_path.insert(0, Finder())
 ANOTHER_SEED = """
 def patch(codec):
     from dataclasses import replace
-    real = codec.encode_batch
-    def encode_batch(batch):
+    real = codec.encode_request
+    def encode_request(batch):
         if batch.epoch > {after}:
             batch = replace(batch, rows=tuple(replace(row, seed=row.seed ^ 1) for row in batch.rows))
         return real(batch)
-    codec.encode_batch = encode_batch
+    codec.encode_request = encode_request
 """
 
 
