@@ -8,6 +8,10 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, hence here
 pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    from tests.cuda.interpreted import hasten
+
+    hasten()
 
 
 @pytest.fixture

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from tests.cuda.interpreted import hasten
 from worker_svc.cuda.peer_memory import IpcMemory, PeerMemory, exchange
 from worker_svc.cuda.symmetric import Cut, SymmetricGroup
 
 LIMIT_S = 15.0  # of a GPU's waits
+RANKS = multiprocessing.get_context("forkserver")  # ranks of all tests share the seconds of importing
+RANKS.set_forkserver_preload([__name__, "worker_svc.cuda.runner", "worker_svc.models"])
 
 
 class HostMemory:
@@ -36,6 +39,7 @@ def _rank(work: Callable[[SymmetricGroup, torch.device], None], folder: Path, ra
             store = FileStore(str(folder / "store"), tp)
             memory = IpcMemory(store, rank, tp, cut.region_bytes, device, 60.0)
         else:
+            hasten()
             device = torch.device("cpu")
             memory = HostMemory(folder, tp, cut.region_bytes)
         work(SymmetricGroup(memory, rank, tp, device, LIMIT_S, cut), device)
@@ -49,8 +53,7 @@ def _rank(work: Callable[[SymmetricGroup, torch.device], None], folder: Path, ra
 def together(work: Callable[[SymmetricGroup, torch.device], None], folder: Path, tp: int, cut: Cut) -> None:
     for rank in range(tp):
         (folder / str(rank)).write_bytes(bytes(cut.region_bytes))
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(work, folder, rank, tp, cut)) for rank in range(tp)]
+    ranks = [RANKS.Process(target=_rank, args=(work, folder, rank, tp, cut)) for rank in range(tp)]
     for process in ranks:
         process.start()
     for process in ranks:

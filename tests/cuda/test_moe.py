@@ -51,14 +51,19 @@ class Layer:
             number(count or len(x), x), renormalise=self.renormalise, grouped=grouped,
         )  # fmt: skip
 
-    def answers(self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None) -> Answers:
-        routed = self.route(x, grouped=grouped, count=count)
+    def answers(
+        self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None,
+        parts: Tensor | None = None,
+    ) -> Answers:  # fmt: skip
+        routed = self.route(x, grouped=grouped, count=count, parts=parts)
         return moe.answer(x, self.experts, routed, number(count or len(x), x), x.dtype, tiles=tiles)
 
-    def run(self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None) -> Tensor:
-        return moe.combine(
-            self.answers(x, grouped=grouped, tiles=tiles, count=count), number(count or len(x), x), x.dtype
-        )
+    def run(
+        self, x: Tensor, *, grouped: bool = True, tiles: Tiles = TILES[0], count: int | None = None,
+        parts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        answers = self.answers(x, grouped=grouped, tiles=tiles, count=count, parts=parts)
+        return moe.combine(answers, number(count or len(x), x), x.dtype)
 
     def run_few(self, x: Tensor, *, parts: Tensor | None = None, count: int | None = None) -> Tensor:
         """Gate and up choose the experts."""
@@ -224,21 +229,30 @@ def test_the_sum_with_the_next_norm_has_the_bits_of_both(device: str, dtype: tor
     assert not layer.experts.counts.any()
 
 
-WIDTHS = [(8, 2, 64, 48), (20, 8, 600, 40)]  # the second: three pieces, the last one short
-
-
-@pytest.mark.parametrize("shape", WIDTHS, ids=["8", "20"])
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "pieces", "renormalise"),
+    [((8, 2, 64, 48), 1, False), ((20, 8, 48, 40), 3, True), ((5, 3, 80, 32), 2, False)],
+    ids=["8", "20", "5"],
+)
 def test_experts_chosen_by_gate_and_up_are_the_same(
-    shape: tuple[int, int, int, int], renormalise: bool, device: str, dtype: torch.dtype
+    shape: tuple[int, int, int, int], pieces: int, renormalise: bool, device: str, dtype: torch.dtype
 ) -> None:
     layer = replace(make(device, dtype, *shape), renormalise=renormalise)
-    x = inputs(layer, 6)
+    x = inputs(layer, 5)
     x[2] = float("nan")
-    want = layer.run(x)
-    assert torch.equal(layer.run_few(x).nan_to_num(7), want.nan_to_num(7))
-    padded = torch.cat((x, torch.full_like(x, float("nan"))))
-    assert torch.equal(layer.run_few(padded, count=6)[:6].nan_to_num(7), want.nan_to_num(7))
+    parts = torch.randn(pieces, 5, shape[0], generator=torch.Generator().manual_seed(pieces)).to(device)
+    parts[-1, 2] = float("nan")
+    want = layer.run(x, parts=parts)
+    assert want[2].isnan().all() and not want[3].isnan().any()
+    assert torch.equal(layer.run_few(x, parts=parts).nan_to_num(7), want.nan_to_num(7))
+    unborn = torch.cat((x, torch.full_like(x[:2], float("nan"))))
+    of_unborn = torch.cat((parts, torch.full_like(parts[:, :2], float("nan"))), 1)
+    assert torch.equal(layer.run_few(unborn, parts=of_unborn, count=5)[:5].nan_to_num(7), want.nan_to_num(7))
+    other = replace(layer, renormalise=not renormalise)
+    assert not torch.equal(other.run_few(x, parts=parts).nan_to_num(7), want.nan_to_num(7))
+
+
+WIDTHS = [(8, 2, 64, 48), (20, 8, 600, 40)]  # the second: three pieces, the last one short
 
 
 @pytest.mark.parametrize("shape", WIDTHS, ids=["8", "20"])

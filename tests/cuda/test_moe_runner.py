@@ -47,7 +47,7 @@ def test_the_cuda_runner_draws_what_the_cpu_runner_draws(
     cpu = CpuRunner(plain, test_runner.FACTS)
     cuda = CudaRunner(model, test_runner.FACTS, device, 1 << 28, graphs=False)
     assert cpu.join(test_runner.GROUP, SingleGroup()) == cuda.join(test_runner.GROUP, SingleGroup())
-    for batch in test_runner.steps()[:5]:
+    for batch in test_runner.steps()[:3]:  # more tokens than NORM_ROWS, a chunk beside a decode, two decodes
         want, got = cpu.launch(batch).result(), cuda.launch(batch).result()
         assert want.token_ids.tolist() == got.token_ids.tolist(), want.seq
         for column in ("logprobs", "alternative_logprobs", "prompt_logprobs"):

@@ -33,19 +33,18 @@ def write_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
 
-@pytest.fixture
-def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Runner, Runner]]:
-    write_config(tmp_path)
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runner, Runner]]:
     if torch.cuda.is_available():
         pytest.skip("products of fp32 are in tf32 on a GPU; test_bits.py and bench/serve_bench.py are for GPUs")
-    replace_cuda(monkeypatch)
-    device = torch.device("cpu")
-    plain = load_model(tmp_path, random_weights=7, ops=CpuOps(torch.float32, probe(torch.float32)))
-    model = load_model(tmp_path, random_weights=7, ops=CudaOps(torch.float32, dependent=False), device=device)
-    cpu = CpuRunner(plain, FACTS)
-    cuda = CudaRunner(model, FACTS, device, 1 << 28, graphs=False)
-    assert cpu.join(GROUP, SingleGroup()) == cuda.join(GROUP, SingleGroup()) == 40
-    yield cpu, cuda
+    folder = tmp_path_factory.mktemp("model")
+    write_config(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        replace_cuda(patch)
+        device = torch.device("cpu")
+        plain = load_model(folder, random_weights=7, ops=CpuOps(torch.float32, probe(torch.float32)))
+        model = load_model(folder, random_weights=7, ops=CudaOps(torch.float32, dependent=False), device=device)
+        yield CpuRunner(plain, FACTS), CudaRunner(model, FACTS, device, 1 << 28, graphs=False)
 
 
 def row(
@@ -76,6 +75,7 @@ def steps() -> list[StepBatch]:
 
 def test_the_cuda_runner_draws_what_the_cpu_runner_draws(runners: tuple[Runner, Runner]) -> None:
     cpu, cuda = runners
+    assert cpu.join(GROUP, SingleGroup()) == cuda.join(GROUP, SingleGroup()) == 40
     wanted, got = [], []
     for batch in steps():
         wanted.append(cpu.launch(batch).result())
@@ -91,6 +91,7 @@ def test_the_cuda_runner_draws_what_the_cpu_runner_draws(runners: tuple[Runner, 
 
 def test_steps_may_be_launched_before_results_are_seen(runners: tuple[Runner, Runner]) -> None:
     _, cuda = runners
+    cuda.join(GROUP, SingleGroup())
     greedy = RowSampling(temperature=0.0)
     first = StepBatch(1, 0, rows=(row(0, 20, [3, 9], greedy),), slots=int32s(0), num_new=int32s(20))
     pending = [cuda.launch(batch) for batch in (first, *(StepBatch(1, seq) for seq in range(1, 4)))]
